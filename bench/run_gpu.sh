@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, from the source tree:
+#
+#     bench/run_gpu.sh [tests] [bench] [demo] [memcheck] [racecheck]      (all without arguments)
+#
+# Results and logs go to ${OUT:-bench/results}. Every step runs, also after one has failed; each one's
+# exit status is listed at the end, and the script's own is 1 if any was not 0. Needs CuPy, cuda-core,
+# pytest and hypothesis in ${PYTHON:-python3}, and compute-sanitizer for the last two steps.
+# LIMIT is the longest a step may take, in seconds; SANITIZED what the sanitizer runs.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(tests bench demo memcheck racecheck)
+python=${PYTHON:-python3}
+out=${OUT:-bench/results}
+limit=${LIMIT:-1200}
+sanitized=${SANITIZED:-tests/gpu}
+export PYTHONPATH=".:adapters${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+mkdir -p "$out"
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+name=$(printf '%s' "${gpu:-no-gpu}" | tr '[:upper:] ' '[:lower:]-')
+report=()
+failed=0
+
+step() { # step NAME COMMAND...: runs it with a log, notes its exit status
+    local step=$1 started=$SECONDS status
+    shift
+    printf '\n== %s: %s\n' "$step" "$*"
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$step.log"
+    status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || failed=1
+    report+=("$(printf '%-10s exit %-3s %4d s' "$step" "$status" $((SECONDS - started)))")
+}
+
+stamp() { # the machine, without its name
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv
+    "$python" -c "import json; from bench.environment import environment as e; print(json.dumps(e('run_gpu.sh'), indent=1))"
+}
+
+sanitize() { # sanitize TOOL
+    # A pooling allocator hides accesses past the end of an array: the tests switch CuPy's off.
+    step "$1" env KVCORE_SANITIZED=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
+        "$python" -m pytest -q -p no:cacheprovider -m "not no_sanitizer" "$sanitized"
+}
+
+printf '== environment\n'
+stamp | tee "$out/environment.txt"
+for chosen in "${steps[@]}"; do
+    case $chosen in
+    tests) step tests "$python" -m pytest -p no:cacheprovider tests/gpu ;;
+    bench) step bench "$python" -m bench kernels streams control import --json "$out/$name.json" ;;
+    demo) step demo "$python" -m kvcore.cli demo --device cuda --json ;;
+    memcheck | racecheck) sanitize "$chosen" ;;
+    *)
+        report+=("$chosen: no such step")
+        failed=1
+        ;;
+    esac
+done
+
+printf '\n== exit statuses\n'
+printf '%s\n' "${report[@]}" | tee "$out/statuses.txt"
+exit $failed

@@ -1,0 +1,67 @@
+"""kvcore: a KV-cache runtime for LLM inference that belongs to no framework.
+
+Paged memory, page tables and beams on a GPU or on the host, for engines written on JAX, CuPy, plain
+CUDA, TensorRT or PyTorch. `KVCacheManager` is where to begin.
+"""
+
+from kvcore.batch import Batch
+from kvcore.config import (
+    AttentionLayerConfig,
+    BatchDesc,
+    BufferConfig,
+    DiskCacheTierConfig,
+    GpuCacheTierConfig,
+    HostCacheTierConfig,
+    KVCacheDesc,
+    KVCacheManagerConfig,
+    ReuseScope,
+    SsmLayerConfig,
+    SwaScratchReuseConfig,
+)
+from kvcore.errors import (
+    CacheCapacityError,
+    DriverError,
+    InternalError,
+    KVCoreError,
+    OutOfMemoryError,
+    OutOfPagesError,
+    StateError,
+)
+from kvcore.ids import CacheTier, PageIndexMode, Status
+from kvcore.kv_cache import KVCache
+from kvcore.layout import PageIndexConverter
+from kvcore.manager import KVCacheManager
+from kvcore.pools import AggregatedPageDesc, PoolGroupDesc, StorageStatistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AggregatedPageDesc",
+    "AttentionLayerConfig",
+    "Batch",
+    "BatchDesc",
+    "BufferConfig",
+    "CacheCapacityError",
+    "CacheTier",
+    "DiskCacheTierConfig",
+    "DriverError",
+    "GpuCacheTierConfig",
+    "HostCacheTierConfig",
+    "InternalError",
+    "KVCache",
+    "KVCacheDesc",
+    "KVCacheManager",
+    "KVCacheManagerConfig",
+    "KVCoreError",
+    "OutOfMemoryError",
+    "OutOfPagesError",
+    "PageIndexConverter",
+    "PageIndexMode",
+    "PoolGroupDesc",
+    "ReuseScope",
+    "SsmLayerConfig",
+    "StateError",
+    "Status",
+    "StorageStatistics",
+    "SwaScratchReuseConfig",
+]

@@ -1,0 +1,328 @@
+"""`Batch`: what one step needs to know at fixed addresses on the device, and its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvcore.checks import as_int
+from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.ids import NO_SLOT
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Array, PageStack, Stream
+    from kvcore.kv_cache import KVCache
+    from kvcore.runtime import Runtime
+
+ROWS, STARTS, ENDS = 0, 1, 2
+
+
+class Batch:
+    """The sequences of one step, on the device, at addresses that never change.
+
+    A step is an uncaptured `prepare`, operations that may lie in a CUDA graph, and `finish` where
+    they ran on another stream than the sequences'. Rows go cache by cache and beam by beam; tokens
+    go row by row. Rows and tokens beyond the present ones are padding: they map to -1 and touch no
+    page, so a graph captured over `max_tokens` replays for any smaller step.
+
+    Made by `KVCacheManager.create_batch`. One thread uses a batch at a time.
+    """
+
+    def __init__(self, runtime: Runtime, max_rows: int, max_tokens: int) -> None:
+        runtime.device_tables()
+        device, groups = runtime.device, runtime.control.seqs.shape.num_groups
+        self._runtime = runtime
+        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.num_rows = self.num_tokens = 0
+        self._words: NDArray[np.int32] = np.zeros((3, max_rows), np.int32)
+        self._words[ROWS] = NO_SLOT
+        self._flat_words = self._words.reshape(-1)
+        self._staged: Array = device.empty(3 * max_rows, np.int32)
+        self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(3)]
+        self.mapping: Array = device.empty((groups, max_tokens, 2), np.int32)
+        self._views: dict[tuple[int, int], Array] = {}
+        self._sequences: NDArray[np.intp] = np.empty(0, np.intp)
+        self._stream: Stream | None = None
+        self._joined: list[Stream] = []  # other streams this step runs on
+
+    @property
+    def rows(self) -> Array:
+        """The rows of the page table, int32 `[max_rows]` on the device; -1 is padding."""
+        return self._parts[ROWS]
+
+    def prepare(
+        self,
+        kv_caches: Sequence[KVCache],
+        num_tokens: int | ArrayLike = 1,
+        *,
+        start: ArrayLike | None = None,
+        stream: object = None,
+    ) -> None:
+        """Brings the device's page table up to date and maps the tokens of a step to their pages.
+
+        Parameters
+        ----------
+        kv_caches : sequence of KVCache
+            Distinct and active.
+        num_tokens : int or array_like of int [len(kv_caches)]
+            Tokens of this step per row of each cache.
+        start : array_like of int [len(kv_caches)], optional
+            Position of the first. Default: the history length.
+        stream : optional
+            Where it runs. Default: the stream all the caches are bound to, else the manager's.
+            Another stream waits, on the device, for the caches' earlier work.
+
+        Raises
+        ------
+        ValueError
+            A range leaves its capacity, the batch is too small, or no stream is known.
+
+        Notes
+        -----
+        Enqueues two launches; never blocks. Not for capture in a graph. The staging it writes is
+        the batch's own: use two batches to prepare a step while another is still running elsewhere.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            tables = runtime.device_tables()
+            sequences = runtime.resolve(kv_caches)
+            on = runtime.choose_stream(stream, runtime.streams_of(sequences))
+            self._describe(sequences, num_tokens, start)
+            self._await_last_step(on)
+            runtime.lend(sequences, on)
+            seqs, device = runtime.control.seqs, runtime.device
+            tables.send(seqs.dirty, seqs.used_rows, self._staged, self._flat_words, on)
+            rows, starts, ends = self._parts
+            device.map_tokens(
+                tables.by_group,
+                rows,
+                starts,
+                ends,
+                self.mapping,
+                tokens_per_block=seqs.shape.tokens_per_block,
+                stream=on,
+            )
+            tables.seal(on)
+            self._sequences, self._stream = sequences, on
+
+    def _await_last_step(self, stream: Stream) -> None:
+        """The step before may still read the staging that this one writes."""
+        for before in (self._stream, *self._joined):
+            if before is not None and before is not stream:
+                stream.wait(before.record())
+        self._joined.clear()
+
+    def _describe(
+        self, sequences: NDArray[np.intp], num_tokens: int | ArrayLike, start: ArrayLike | None
+    ) -> None:
+        """Writes rows, starts and ends of the step into the host's words."""
+        runtime = self._runtime
+        starts, counts = runtime.ranges(sequences, num_tokens, start)
+        rows, owner = runtime.control.batch_rows(sequences)
+        if owner.size != sequences.size:
+            starts, counts = starts[owner], counts[owner]
+        ends = np.cumsum(counts)
+        size, total = rows.size, int(ends[-1]) if ends.size else 0
+        if size > self.max_rows or total > self.max_tokens:
+            raise wrong(
+                "kv_caches",
+                f"at most max_rows={self.max_rows} rows and max_tokens={self.max_tokens} tokens",
+                f"{size} rows and {total} tokens",
+                "create a larger batch",
+            )
+        words = self._words
+        words[ROWS, :size], words[STARTS, :size], words[ENDS, :size] = rows, starts, ends
+        if size < self.num_rows:
+            words[ROWS, size:] = NO_SLOT
+        words[ENDS, size:] = total
+        self.num_rows, self.num_tokens = size, total
+
+    # -- operations: may be captured in a graph ----------------------------------------------------
+
+    def append(
+        self,
+        layers: int | Sequence[int],
+        buffers: Mapping[str, Any],
+        *,
+        stream: object = None,
+    ) -> None:
+        """Writes the step's new keys and values into their pages: one launch.
+
+        Parameters
+        ----------
+        layers : int or sequence of int
+            One layer, or several stacked ones of the same layer group.
+        buffers : mapping of role to array
+            `[N, H, D]` for one layer, `[L, N, H, D]` for several, on this device; any strides,
+            items of the declared size. N is `num_tokens`, or `max_tokens` under a graph. `[N, D]`
+            where the declared shape is `(D,)`.
+        stream : optional
+            Default: `prepare`'s.
+
+        Raises
+        ------
+        ValueError
+            Shapes differ, or the roles' declarations do.
+        """
+        one = isinstance(layers, int)
+        stack, group = self._stack(layers, tuple(buffers))
+        sources = [self._operand(role, array, stack, one) for role, array in buffers.items()]
+        mapping = self._mapping_of(group, sources)
+        self._runtime.device.append(stack, mapping, sources, stream=self._on(stream))
+
+    def gather(
+        self,
+        layers: int | Sequence[int],
+        roles: Sequence[str] = ("key", "value"),
+        *,
+        out: Sequence[Any] | None = None,
+        stream: object = None,
+    ) -> tuple[Any, ...]:
+        """Reads the step's tokens out of their pages into dense arrays: one launch.
+
+        Parameters
+        ----------
+        layers, stream
+            As for `append`.
+        roles : sequence of str
+            Which buffers.
+        out : sequence of array, optional
+            One per role, shaped as for `append`. Default: new arrays, of the declared type where
+            NumPy has it and of its bits as an unsigned integer otherwise; their memory is recycled
+            in the order of `stream`.
+
+        Returns
+        -------
+        tuple of array
+            Tokens packed row after row; zeros where a position has no page.
+
+        Notes
+        -----
+        For whole sequences prepare with `start=0` and `num_tokens=length`.
+        """
+        one = isinstance(layers, int)
+        stack, group = self._stack(layers, tuple(roles))
+        on = self._on(stream)
+        if out is None:
+            out = [self._new(stack, layers, role, on) for role in roles]
+        elif len(out) != len(roles):
+            raise wrong("out", f"{len(roles)} arrays, one per role", len(out))
+        targets = [
+            self._operand(role, array, stack, one) for role, array in zip(roles, out, strict=True)
+        ]
+        mapping = self._mapping_of(group, targets)
+        self._runtime.device.gather(stack, mapping, targets, stream=on)
+        return tuple(out)
+
+    def page_table(
+        self,
+        layer_group: int = 0,
+        num_blocks: int | None = None,
+        *,
+        out: Any = None,
+        stream: object = None,
+    ) -> Any:
+        """The slots of the step's rows as a dense int32 array `[num_rows, num_blocks]`.
+
+        One launch. -1 where there is no page. `num_blocks` defaults to the longest sequence's.
+        Page indices of a buffer are `slot * scale`, see `KVCacheManager.get_page_index_converter`.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            seqs = runtime.control.seqs
+            as_int("layer_group", layer_group, 0, seqs.shape.num_groups - 1)
+            on = self._on(stream)
+            if num_blocks is None:
+                num_blocks = int(seqs.num_blocks[self._sequences].max(initial=0))
+            num_blocks = as_int("num_blocks", num_blocks, 0, seqs.shape.max_blocks)
+            shape = (self.num_rows, num_blocks)
+            if out is None:
+                out = runtime.device.empty(shape, np.int32, stream=on)
+            elif tuple(out.shape) != shape or out.dtype != np.int32:
+                raise wrong("out", f"int32 {shape}", f"{out.dtype} {tuple(out.shape)}")
+            tables = runtime.device_tables()
+            rows = self._parts[ROWS][: self.num_rows]
+            runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
+            tables.seal(on)
+            return out
+
+    def finish(self) -> None:
+        """Gives the pages back to their sequences' own streams, which wait for this step's work.
+
+        Only needed where `prepare` ran on another stream than the sequences are bound to, and done
+        by the next change of a sequence anyway. Enqueues waits; never blocks. Not for capture in a
+        graph.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            for sequence in self._sequences.tolist():
+                runtime.come_home(sequence)
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    def _on(self, stream: object) -> Stream:
+        prepared = self._stream
+        if prepared is None:
+            raise StateError("the batch holds no step yet; call prepare() first")
+        on = prepared if stream is None else self._runtime.device.stream(stream)
+        if on is not prepared and on not in self._joined:
+            with self._runtime.lock:
+                on.wait(prepared.record())
+                self._runtime.lend(self._sequences, on)
+            self._joined.append(on)
+        return on
+
+    def _stack(self, layers: int | Sequence[int], roles: tuple[str, ...]) -> tuple[PageStack, int]:
+        numbers = (layers,) if isinstance(layers, int) else tuple(layers)
+        return self._runtime.stack(numbers, roles)
+
+    def _operand(self, role: str, values: Any, stack: PageStack, one: bool) -> Array:
+        """`values` as `[L, N, H, D]` on the device, checked against the stack."""
+        array = self._runtime.device.as_array(values)
+        geometry = stack.geometry
+        tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
+        if array.ndim == (2 if one else 3) and geometry.heads == 1:
+            array = array[..., None, :]
+        if one:
+            array = array[None]
+        expected = (stack.num_layers, tokens, geometry.heads, geometry.dim)
+        if array.shape != expected or tokens not in (self.num_tokens, self.max_tokens):
+            shape = f"[{stack.num_layers}, {self.num_tokens}, {geometry.heads}, {geometry.dim}]"
+            if one:
+                shape = f"[{self.num_tokens}, {geometry.heads}, {geometry.dim}]"
+            raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(values.shape))
+        if array.dtype.itemsize != geometry.itemsize:
+            raise wrong_type(
+                f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype
+            )
+        return array
+
+    def _mapping_of(self, group: int, operands: Sequence[Array]) -> Array:
+        tokens = operands[0].shape[1]
+        if any(operand.shape[1] != tokens for operand in operands):
+            raise wrong("buffers", "the same number of tokens for each role", "different ones")
+        view = self._views.get((group, tokens))
+        if view is None:
+            if len(self._views) > 64:
+                self._views.clear()
+            view = self._views[group, tokens] = self.mapping[group, :tokens]
+        return view
+
+    def _new(
+        self, stack: PageStack, layers: int | Sequence[int], role: str, stream: Stream
+    ) -> Array:
+        runtime, geometry = self._runtime, stack.geometry
+        first = layers if isinstance(layers, int) else layers[0]
+        declared = str(runtime.layout.place(first, role).buffer.dtype)
+        try:
+            dtype = np.dtype(declared)
+        except TypeError:
+            dtype = np.dtype(f"u{geometry.itemsize}")
+        shape = (self.num_tokens, geometry.heads, geometry.dim)
+        if not isinstance(layers, int):
+            shape = (stack.num_layers, *shape)  # type: ignore[assignment]
+        return runtime.device.empty(shape, dtype, stream=stream)

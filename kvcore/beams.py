@@ -1,0 +1,164 @@
+"""The beams of a sequence: widen, reorder, shrink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.checks import as_int
+from kvcore.control.beams import cancel_rebinding, plan_rebinding, publish_rebinding
+from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong
+from kvcore.handle import Handle
+from kvcore.plan import Rebinding
+
+
+class Beams(Handle):
+    """The part of a `KVCache` that follows the hypotheses of a beam search, in fork mode.
+
+    A beam's row of the page table is complete in itself, so any paged attention kernel can read it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def beam_width(self) -> int:
+        """Live beams, 0 once closed.
+
+        Assigning is `set_beam_width` that raises `OutOfPagesError` instead of answering False.
+        """
+        return int(self._runtime.control.seqs.width[self._sequence]) if self._sequence >= 0 else 0
+
+    @beam_width.setter
+    def beam_width(self, width: int) -> None:
+        if not self.set_beam_width(width):
+            raise OutOfPagesError(
+                f"beam_width: no room for the private pages or table rows of {width} beams; "
+                "close or shrink other caches and retry"
+            )
+
+    def set_beam_width(self, width: int, parents: Sequence[int] | None = None) -> bool:
+        """Widens or narrows to `width` beams in one transaction.
+
+        Parameters
+        ----------
+        width : int
+            In `[1, max_beam_width]`.
+        parents : sequence of int [width], optional
+            The old beam that each new one continues; may repeat. Default: growing, old beams stay
+            and the new ones continue beam 0; shrinking, the first `width` survive.
+
+        Returns
+        -------
+        bool
+            False, with nothing changed, if pages or table rows are short; retry once some are free.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Wrong width or parents.
+        StateError
+            Growing a suspended cache or one whose prompt is not computed; partial commit is on.
+
+        Notes
+        -----
+        Full blocks of the history are shared. Every beam gets its own copy of the blocks after,
+        copied on the bound stream by one launch per pool group. O(beams * blocks) on the host.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._open()
+            old = int(runtime.control.seqs.width[sequence])
+            width = as_int("width", width, 1, runtime.config.max_beam_width)
+            if width == old and parents is None:
+                return True
+            if parents is None:
+                chosen = tuple(range(min(width, old))) + (0,) * (width - old)
+            else:
+                chosen = _checked_parents(parents, width, old)
+            self._check_width_change(width, old)
+            return self._rebind(chosen, self.capacity)
+
+    def reorder_beams(self, parents: Sequence[int], *, valid_tokens: int | None = None) -> None:
+        """Makes beam i continue what beam `parents[i]` was, for all beams at once.
+
+        Parameters
+        ----------
+        parents : sequence of int [beam_width]
+            Old beams; may repeat. The identity does nothing.
+        valid_tokens : int, optional
+            Positions from here on hold nothing worth copying. Default: the capacity.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Wrong parents or `valid_tokens`; nothing changed.
+        StateError
+            It is not active.
+
+        Notes
+        -----
+        Takes no page. Full blocks of the history are passed by reference and freed when no beam
+        reaches them; blocks after it are copied only for the second and further children of a
+        parent.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            self._active("reorder_beams")
+            width = self.beam_width
+            chosen = _checked_parents(parents, width, width)
+            if valid_tokens is None:
+                valid_tokens = self.capacity
+            valid_tokens = as_int("valid_tokens", valid_tokens, self.history_length, self.capacity)
+            if chosen != tuple(range(width)) and not self._rebind(chosen, valid_tokens):
+                raise InternalError("reordering beams asked for pages")
+
+    def _check_width_change(self, width: int, old: int) -> None:
+        if self._runtime.config.enable_partial_commit:
+            raise StateError(
+                "beam width: beams need enable_partial_commit=False, because their last block is "
+                "still being written; set it in the KVCacheManagerConfig"
+            )
+        if width <= old:
+            return
+        if not self.is_active:
+            raise StateError("beam width: only an active cache can be widened; resume() it first")
+        prompt, history = self.expected_prompt_length, self.history_length
+        if history < (1 if prompt is None else prompt):
+            raise StateError(
+                f"beam width: the prompt is not computed yet: history_length is {history}, "
+                f"expected_prompt_length {prompt}; widen when generation starts, after "
+                "resize(None, prompt length)"
+            )
+
+    def _rebind(self, parents: tuple[int, ...], valid_tokens: int) -> bool:
+        runtime, sequence = self._runtime, self._sequence
+        plan = plan_rebinding(runtime.control, sequence, parents, valid_tokens)
+        if plan is None:
+            return False
+        try:
+            self._copy(plan)
+            ticket = runtime.moment(sequence)
+        except BaseException:
+            cancel_rebinding(runtime.control, plan, runtime.moment(sequence))
+            raise
+        publish_rebinding(runtime.control, plan, ticket)
+        runtime.bound_rows.release(sequence, first_beam=len(parents))
+        runtime.bound_rows.refresh(sequence)
+        return True
+
+    def _copy(self, plan: Rebinding) -> None:
+        runtime, stream = self._runtime, self.stream
+        if stream is None:
+            return  # never resumed: there is no page
+        runtime.come_home(self._sequence)
+        for tickets in plan.tickets:
+            runtime.fences.wait(stream, tickets)
+        runtime.copy_pages(plan.copies, stream)
+
+
+def _checked_parents(parents: Sequence[int], length: int, old_width: int) -> tuple[int, ...]:
+    chosen = tuple(
+        as_int(f"parents[{i}]", parent, 0, old_width - 1) for i, parent in enumerate(parents)
+    )
+    if len(chosen) != length:
+        raise wrong("parents", f"{length} entries, one per beam", len(chosen))
+    return chosen

@@ -1,0 +1,192 @@
+"""The control plane: every decision about where pages live. NumPy only; it never touches a device.
+
+Each method either does all of its work or nothing. Room is checked before anything changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.control.sequences import SequenceTable, TableShape
+from kvcore.control.slots import SlotTable
+from kvcore.ids import NO_SLOT, Ticket, div_ceil
+from kvcore.plan import Growth
+
+Index = NDArray[np.intp]
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+class ControlPlane:
+    """Sequences, slots, and the transactions between them.
+
+    Parameters
+    ----------
+    shape : TableShape
+        Sizes of the tables.
+    num_slots : sequence of int
+        Slots of each pool group.
+    pool_group_of : sequence of int
+        The pool group of each layer group.
+    """
+
+    def __init__(
+        self, shape: TableShape, num_slots: tuple[int, ...], pool_group_of: tuple[int, ...]
+    ) -> None:
+        self.seqs = SequenceTable(shape)
+        self.slots = [SlotTable(count) for count in num_slots]
+        self.pool_group_of = pool_group_of
+        self.slots_of = [self.slots[group] for group in pool_group_of]  # by layer group
+        self._groups_in = [pool_group_of.count(group) for group in range(len(num_slots))]
+
+    # -- growing -----------------------------------------------------------------------------------
+
+    def missing(self, pages_per_group: int) -> int:
+        """Slots that are short, over all pool groups, for so many pages of each layer group."""
+        short = 0
+        for slots, groups in zip(self.slots, self._groups_in, strict=True):
+            short += max(0, pages_per_group * groups - slots.num_free)
+        return short
+
+    def grow(self, sequences: Index, blocks: Int32) -> Growth | None:
+        """Gives every beam of `sequences[i]` pages up to `blocks[i]` blocks, all or none.
+
+        `blocks` is above the present block counts. Returns None if slots are short. Capacities are
+        the caller's to write. O(new pages), a handful of vector operations for any batch.
+        """
+        seqs = self.seqs
+        low = seqs.num_blocks[sequences]
+        count = blocks - low
+        pages = int(np.add.reduce(count * seqs.width[sequences], dtype=np.int64))
+        if self.missing(pages):
+            return None
+        index = seqs.span(sequences, low, count, pages)
+        tickets = []
+        for group, slots in enumerate(self.slots_of):
+            taken = slots.take(pages)
+            where = index + group * seqs.shape.max_blocks if group else index
+            seqs.cells[where] = taken
+            seqs.mark(where)
+            after = slots.tickets(taken)
+            if after is not None:
+                tickets.append(after)
+        self._set_blocks(sequences, blocks)
+        return Growth(tuple(tickets))
+
+    def grow_by_one(self, sequence: int) -> Growth | None:
+        """`grow` of one sequence of width 1 by one block, without array arithmetic."""
+        seqs = self.seqs
+        if self.missing(1):
+            return None
+        block = int(seqs.num_blocks[sequence])
+        first = int(seqs.rows[sequence, 0]) * seqs.row_stride + block
+        tickets = []
+        for group, slots in enumerate(self.slots_of):
+            where = first + group * seqs.shape.max_blocks
+            slot = slots.take_one()
+            seqs.cells[where] = slot
+            if seqs.shape.twin:
+                seqs.mark(np.array([where]))
+            if slots.newest_ticket:
+                tickets.append(slots.reusable_after[slot : slot + 1])
+        seqs.num_blocks[sequence] = block + 1
+        seqs.limit[sequence] = seqs.limit_of(block + 1)
+        return Growth(tuple(tickets))
+
+    def _set_blocks(self, sequences: Index, blocks: Int32) -> None:
+        shape = self.seqs.shape  # the longest sequence ends below 2**31
+        self.seqs.num_blocks[sequences] = blocks
+        reach = np.minimum(blocks * shape.tokens_per_block, shape.max_seq_len)
+        self.seqs.limit[sequences] = reach
+
+    # -- shrinking ---------------------------------------------------------------------------------
+
+    def shrink(self, sequences: Index, blocks: Int32, ticket: Ticket) -> None:
+        """Cuts every beam of active `sequences[i]` down to `blocks[i]` blocks and frees the rest.
+
+        The freed slots, and the old values of the cleared cells, are out of use after `ticket`.
+        """
+        seqs = self.seqs
+        low = np.minimum(blocks, seqs.num_blocks[sequences])
+        count = seqs.num_blocks[sequences] - low
+        some = np.flatnonzero(count)
+        if some.size:
+            cut, count = sequences[some], count[some]
+            pages = int((count * seqs.width[cut]).sum(dtype=np.int64))
+            index = seqs.span(cut, low[some], count, pages)
+            self._clear(index, ticket, distinct=self._distinct(sequences))
+        self._set_blocks(sequences, low)
+
+    def _clear(self, index: Int64, ticket: Ticket, *, distinct: bool) -> None:
+        seqs = self.seqs
+        for group, slots in enumerate(self.slots_of):
+            where = index + group * seqs.shape.max_blocks if group else index
+            slots.release(seqs.cells[where], ticket, distinct=distinct)
+            seqs.cells[where] = NO_SLOT
+            seqs.mark(where, ticket)
+
+    def _distinct(self, sequences: Index) -> bool:
+        return int(self.seqs.width[sequences].max()) == 1
+
+    def destroy(self, sequence: int, ticket: Ticket) -> None:
+        """Frees everything of one sequence and forgets it."""
+        seqs = self.seqs
+        parked = seqs.parked.get(sequence)
+        if parked is not None:
+            for group, slots in enumerate(self.slots_of):
+                slots.release(parked[:, group].reshape(-1), ticket, distinct=len(parked) == 1)
+        elif seqs.num_blocks[sequence]:
+            self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
+        seqs.destroy(sequence)
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def held_by(self, sequence: int) -> list[int]:
+        """Distinct slots the sequence holds in each pool group."""
+        rows = self.seqs.page_rows(sequence)
+        held = [0] * len(self.slots)
+        for group, pool_group in enumerate(self.pool_group_of):
+            held[pool_group] += np.unique(rows[:, group]).size if len(rows) > 1 else rows.shape[2]
+        return held
+
+    def utilisation_without(self, sequence: int) -> float:
+        """The largest share of a pool group's slots that others hold."""
+        own = self.held_by(sequence)
+        return max(
+            (slots.capacity - slots.num_free - mine) / slots.capacity
+            for slots, mine in zip(self.slots, own, strict=True)
+        )
+
+    def batch_rows(self, sequences: Index) -> tuple[Index, Index]:
+        """Table rows of a batch, sequence by sequence and beam by beam, and whose each one is.
+
+        Returns
+        -------
+        rows, owner : intp arrays [number of rows]
+            Table rows, and the position in `sequences` that each belongs to.
+        """
+        widths = self.seqs.width[sequences]
+        if widths.max(initial=1) == 1:
+            return self.seqs.rows[sequences, 0], np.arange(sequences.size)
+        owner = np.repeat(np.arange(sequences.size), widths)
+        beam = np.arange(owner.size) - (np.cumsum(widths) - widths)[owner]
+        return self.seqs.rows[sequences[owner], beam], owner
+
+    def map_tokens(
+        self, rows: Index, starts: Int64, counts: Int64, layer_group: int
+    ) -> tuple[Int32, Int32]:
+        """Slot and offset of `counts[i]` positions from `starts[i]` on in each of `rows`."""
+        shape = self.seqs.shape
+        which = np.repeat(np.arange(rows.size), counts)
+        position = starts[which] + np.arange(which.size) - (np.cumsum(counts) - counts)[which]
+        block, offset = np.divmod(position, shape.tokens_per_block)
+        inside = block < shape.max_blocks
+        cells = self.seqs.table[rows[which], layer_group, np.where(inside, block, 0)]
+        slots = np.where(inside, cells, NO_SLOT).astype(np.int32)
+        return slots, np.where(slots < 0, 0, offset).astype(np.int32)
+
+
+def blocks_for(tokens: int, tokens_per_block: int) -> int:
+    """Blocks that hold `tokens` tokens."""
+    return div_ceil(tokens, tokens_per_block)

@@ -1,0 +1,105 @@
+"""The device's twin of the page table, brought up to date by one small launch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.device.base import Array, Device, Event, Stream
+from kvcore.device.fences import Fences
+from kvcore.device.staging import StagingRing
+from kvcore.ids import NO_SLOT
+from kvcore.plan import DirtyCells
+
+Int32 = NDArray[np.int32]
+
+
+class DeviceTables:
+    """Page table `[row, layer group, ordinal]` in reserved addresses that never move.
+
+    Memory is mapped row by row as the host table begins to use rows. Cells travel together with the
+    few words that describe a batch, from a pinned buffer that the kernel reads directly.
+
+    Parameters
+    ----------
+    device : Device
+        Where the twin lives.
+    host : int32 array [max_rows, layer groups, max_blocks]
+        The table to follow.
+    fences : Fences
+        Resolves the tickets of dirty cells.
+    """
+
+    def __init__(self, device: Device, host: Int32, fences: Fences) -> None:
+        self._device, self._host, self._fences = device, host, fences
+        self._cells = host.reshape(-1)
+        self._row_bytes = host[0].nbytes
+        grain = device.grain(0)
+        self._memory = device.reserve(max(host.nbytes, 1), 0, grain)
+        self._ready_rows = 0
+        self._ring = StagingRing(device)
+        self._last: tuple[Stream, Event] | None = None
+        self._leased: list[NDArray[np.uint8]] = []  # sent, not yet sealed
+        self.array: Array = self._memory.array(np.int32, host.shape)
+        self.by_group: Array = self.array.transpose(1, 0, 2)
+
+    def send(
+        self, dirty: list[DirtyCells], used_rows: int, target: Array, words: Int32, stream: Stream
+    ) -> None:
+        """Enqueues the dirty cells, and `words` into the start of `target`, in one launch.
+
+        Waits on the device for earlier work on the table from other streams and for the tickets of
+        the cells. `dirty` is emptied. Does not block. `seal` must follow on the same stream.
+        """
+        self._order_behind_last(stream)
+        self._back_rows(used_rows, stream)
+        for entry in dirty:
+            self._fences.wait_one(stream, entry.after)
+        index = dirty[0].index if len(dirty) == 1 else _join(dirty)
+        count, size = index.size, words.size
+        if count or size:
+            buffer = self._ring.lease(12 * count + 4 * size)
+            staged_index = buffer[: 8 * count].view(np.int64)
+            staged_value = buffer[8 * count : 12 * count].view(np.int32)
+            staged_words = buffer[12 * count : 12 * count + 4 * size].view(np.int32)
+            staged_index[:] = index
+            self._cells.take(index, out=staged_value, mode="clip")  # clip: no bounce buffer
+            staged_words[:] = words
+            self._leased.append(buffer)
+            self._device.scatter_table(
+                self.array, staged_index, staged_value, target, staged_words, stream=stream
+            )
+        dirty.clear()
+
+    def seal(self, stream: Stream) -> None:
+        """Records that the work just enqueued on `stream` uses the table and the sent buffers.
+
+        Work on the table from other streams, and the next use of the buffers, come after it.
+        """
+        event = stream.record()
+        for buffer in self._leased:
+            self._ring.retire(buffer, event)
+        self._leased.clear()
+        self._last = (stream, event)
+
+    def _order_behind_last(self, stream: Stream) -> None:
+        if self._last is not None and self._last[0] is not stream:
+            stream.wait(self._last[1])
+
+    def _back_rows(self, used_rows: int, stream: Stream) -> None:
+        if used_rows <= self._ready_rows:
+            return
+        self._memory.resize(used_rows * self._row_bytes)
+        rows = min(self._memory.nbytes // self._row_bytes, len(self._host))
+        self._device.fill_words(self.array[self._ready_rows : rows], NO_SLOT, stream=stream)
+        self._ready_rows = rows
+
+    def close(self) -> None:
+        """Unmaps the table. The caller has synchronised."""
+        self._memory.close()
+
+
+def _join(dirty: list[DirtyCells]) -> NDArray[np.int64]:
+    if not dirty:
+        return np.empty(0, np.int64)
+    return np.unique(np.concatenate([entry.index for entry in dirty]))

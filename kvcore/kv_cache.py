@@ -1,0 +1,234 @@
+"""`KVCache`: the handle on one sequence and its beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.beams import Beams
+from kvcore.checks import as_int
+from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.ids import div_ceil
+
+if TYPE_CHECKING:
+    from kvcore.runtime import Runtime
+
+Int32 = NDArray[np.int32]
+
+
+class KVCache(Beams):
+    """The cached keys and values of one sequence, made by `KVCacheManager.create_kv_cache`.
+
+    A cache is SUSPENDED when made, ACTIVE between `resume` and `suspend`, CLOSED after `close`.
+    Only an active one grows and has page indices. One thread drives one cache at a time. Calls
+    either do all of their work or change nothing; where pages are short they return False.
+
+    All work a cache enqueues itself runs on the stream bound at `resume`, in order, without
+    blocking.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self, runtime: Runtime, sequence: int, expected_prompt_length: int | None, id: object
+    ) -> None:
+        self._runtime, self._sequence = runtime, sequence
+        self.expected_prompt_length, self.id = expected_prompt_length, id
+        runtime.register(sequence, self)
+
+    def __repr__(self) -> str:
+        if self._sequence < 0:
+            return "<KVCache closed>"
+        return (
+            f"<KVCache {self._sequence} {self.status.value}, history {self.history_length} of "
+            f"{self.capacity} tokens, width {self.beam_width}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def resume(self, stream: object = None) -> bool:
+        """Makes the pages usable and binds the stream that their work is ordered by.
+
+        Parameters
+        ----------
+        stream : optional
+            An object with `__cuda_stream__`, a CuPy or torch stream, or a raw handle. Default: the
+            one bound before, else the manager's, else (host) the device's own. A new stream waits,
+            on the device, for earlier work on the old one.
+
+        Returns
+        -------
+        bool
+            False, with nothing changed, if other sequences hold more than `max_util_for_resume` of
+            a pool group.
+
+        Raises
+        ------
+        StateError
+            It is active or closed.
+        ValueError
+            No stream is known (CUDA).
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._open()
+            if self.is_active:
+                raise StateError("resume: the cache is already active; suspend() it first")
+            if stream is not None:
+                bound = runtime.device.stream(stream)
+            else:
+                known = runtime.stream_of(sequence) or runtime.default_stream
+                bound = runtime.device.stream(None) if known is None else known
+            if runtime.control.utilisation_without(sequence) > runtime.config.max_util_for_resume:
+                return False
+            runtime.bind(sequence, bound)
+            runtime.control.seqs.unpark(sequence)
+            runtime.forget_batch()
+            return True
+
+    def suspend(self) -> None:
+        """Hides the pages: they are kept, nobody else gets them, and all page indices become -1.
+
+        Rows bound by the caller are filled with -1 and let go; bind them again after `resume`.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._active("suspend")
+            runtime.bound_rows.release(sequence)
+            runtime.control.seqs.park(sequence, runtime.moment(sequence))
+            runtime.forget_batch()
+
+    def close(self) -> None:
+        """Frees all pages, in any state. Idempotent.
+
+        Freed slots can be handed out at once; their next owner's stream waits for this one's.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            if self._sequence >= 0:
+                runtime.destroy(self._sequence)
+                self._sequence = -1
+
+    def resize(self, capacity: int | None = None, history_length: int | None = None) -> bool:
+        """Sets how many tokens there are pages for, and how many are final. None: unchanged.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            Tokens; at least the history length. Blocks past the new end are freed.
+        history_length : int, optional
+            Tokens; never less than before.
+
+        Returns
+        -------
+        bool
+            False, with nothing changed, if the pages it takes are not there.
+
+        Raises
+        ------
+        ValueError
+            History would shrink or exceed the capacity; a bound page-index row is too short;
+            `max_seq_len` is exceeded.
+        StateError
+            It is not active.
+
+        Notes
+        -----
+        O(new or freed blocks); constant where the number of blocks stays. Enqueues nothing but
+        waits for the previous owners of the new slots.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._active("resize")
+            seqs = runtime.control.seqs
+            old, before = int(seqs.capacity[sequence]), int(seqs.history[sequence])
+            new = old if capacity is None else as_int("capacity", capacity)
+            history = before if history_length is None else as_int("history_length", history_length)
+            if history < before:
+                raise wrong("history_length", f"at least the present {before}", history)
+            if history > new:
+                name, got = (
+                    ("capacity", new) if capacity is not None else ("history_length", history)
+                )
+                raise wrong(name, f"history_length ({history}) <= capacity ({new})", got)
+            if new > seqs.limit[sequence]:
+                if not runtime.grow_one(sequence, new):
+                    return False
+            elif new < old:
+                blocks = div_ceil(new, seqs.shape.tokens_per_block)
+                if blocks < seqs.num_blocks[sequence]:
+                    runtime.shrink(np.array([sequence]), np.array([blocks], np.int32))
+            seqs.capacity[sequence], seqs.history[sequence] = new, history
+            return True
+
+    def commit(self, tokens: Sequence[int], is_end: bool = False) -> None:
+        """Publishes tokens for reuse. Not built yet: it arrives with the prefix tree."""
+        raise NotImplementedError(
+            "commit: prefix reuse is not built yet, so nothing can be published; "
+            "sequences work without"
+        )
+
+    # -- page indices ------------------------------------------------------------------------------
+
+    def get_base_page_indices(self, layer_group: int, beam: int = 0) -> Int32:
+        """Slots of one beam's pages, int32 `[num_blocks]`; all -1 while suspended. A copy."""
+        runtime = self._runtime
+        with runtime.lock:
+            self._place(layer_group, beam)
+            return runtime.control.seqs.cells_of(self._sequence, layer_group, beam)
+
+    def get_aggregated_page_indices(
+        self, layer_group: int, beam: int = 0, valid_only: bool = False
+    ) -> Int32:
+        """Slots that hold one beam's pages, also while suspended; int32.
+
+        With `valid_only` entries without a page are left out. Made from the holders, not the table.
+        """
+        with self._runtime.lock:
+            self._place(layer_group, beam)
+            row: Int32 = self._runtime.control.seqs.page_rows(self._sequence)[beam, layer_group]
+            return row[row >= 0] if valid_only else row
+
+    def set_base_page_index_buf(self, beam: int, layer_group: int, buffer: Int32 | None) -> None:
+        """Keeps a row of the caller's own table up to date from now on.
+
+        Parameters
+        ----------
+        beam, layer_group : int
+            Which row it follows. Widen first, bind second.
+        buffer : writable int32 array [at least num_blocks], or None
+            Gets the present indices and -1 beyond, and later changes as they happen. None, or an
+            empty array, fills the row bound before with -1 and lets go of it.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            self._active("set_base_page_index_buf")
+            self._place(layer_group, beam)
+            if buffer is None or not len(buffer):
+                runtime.bound_rows.unbind(self._sequence, beam, layer_group)
+                return
+            self._check_buffer(buffer)
+            runtime.bound_rows.bind(self._sequence, beam, layer_group, buffer)
+
+    def _check_buffer(self, buffer: Int32) -> None:
+        if not isinstance(buffer, np.ndarray) or buffer.dtype != np.int32 or buffer.ndim != 1:
+            raise wrong_type("buffer", "a one-dimensional int32 NumPy array", buffer)
+        if not buffer.flags.writeable:
+            raise wrong("buffer", "a writable array", "a read-only one")
+        if buffer.size < self.num_blocks:
+            raise wrong("buffer", f"at least num_blocks={self.num_blocks} entries", buffer.size)

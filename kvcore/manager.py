@@ -1,0 +1,365 @@
+"""`KVCacheManager`: sequences on one device, from configuration to shutdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvcore.batch import Batch
+from kvcore.checks import as_int, as_optional_int
+from kvcore.config import KVCacheManagerConfig, ReuseScope
+from kvcore.device import open_device
+from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.kv_cache import KVCache
+from kvcore.pools import PoolQueries
+from kvcore.startup import LONGEST, open_runtime, refuse_unbuilt
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Device
+    from kvcore.layout import Layout
+
+Int32 = NDArray[np.int32]
+
+
+class KVCacheManager(PoolQueries):
+    """Paged KV-cache memory on one device, and the sequences that use it.
+
+    Parameters
+    ----------
+    config : KVCacheManagerConfig
+        Layers, memory and limits.
+    device : str or Device
+        "auto" (a GPU if there is one, else the host), "host", "meta" (pages without memory, for
+        sizing and replay), "cuda", "cuda:1", or an open `Device`.
+    stream : optional
+        What `KVCache.resume` binds where no stream is given.
+    event_manager : None
+        KV events are not built yet.
+
+    Raises
+    ------
+    ValueError
+        The quota is below the minimum, which the message names.
+    NotImplementedError
+        The configuration asks for something that is not built yet.
+    OutOfMemoryError
+        The device has less memory than the quota.
+
+    Notes
+    -----
+    Calls may come from several threads. Blocks while memory is mapped.
+
+    Examples
+    --------
+    >>> import kvcore as k
+    >>> buffers = [k.BufferConfig(role=r, size=4096) for r in ("key", "value")]
+    >>> config = k.KVCacheManagerConfig(
+    ...     tokens_per_block=4,
+    ...     cache_tiers=[k.GpuCacheTierConfig(quota=16 * 8192)],
+    ...     layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
+    ... )
+    >>> with k.KVCacheManager(config, device="host") as manager, manager.create_kv_cache() as kv:
+    ...     kv.resume(), kv.resize(9), kv.get_base_page_indices(0)
+    (True, True, array([0, 1, 2], dtype=int32))
+    """
+
+    def __init__(
+        self,
+        config: KVCacheManagerConfig,
+        *,
+        device: str | Device = "auto",
+        stream: object = None,
+        event_manager: None = None,
+    ) -> None:
+        if not isinstance(config, KVCacheManagerConfig):
+            raise wrong_type("config", "a KVCacheManagerConfig", config)
+        refuse_unbuilt(config, event_manager)
+        self.config = config
+        self._owns_device = isinstance(device, str)
+        self.device: Device = open_device(device)
+        self._runtime = open_runtime(config, self.device, stream)
+        self.layout: Layout = self._runtime.layout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or not self._runtime.handles:
+            self.shutdown()
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def create_kv_cache(
+        self,
+        reuse_scope: ReuseScope | None = None,
+        input_tokens: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        *,
+        id: object = None,
+        expected_prompt_length: int | None = None,
+    ) -> KVCache:
+        """A new sequence: SUSPENDED, width 1, no pages.
+
+        Parameters
+        ----------
+        reuse_scope : ReuseScope, optional
+            Tenant boundary of reuse.
+        input_tokens : sequence of int, optional
+            The prompt. Nothing can be published yet, so nothing of it is found.
+        id : optional
+            Anything; kept as `KVCache.id`.
+        expected_prompt_length : int, optional
+            Tokens of the prompt, checked when beams are widened. Default: `len(input_tokens)`.
+
+        Raises
+        ------
+        CacheCapacityError
+            `max_sequences` or `max_rows` is reached.
+        """
+        if reuse_scope is not None and not isinstance(reuse_scope, ReuseScope):
+            raise wrong_type("reuse_scope", "a ReuseScope", reuse_scope)
+        prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0)
+        if prompt is None and input_tokens is not None:
+            prompt = len(input_tokens)
+        return self._create([prompt], [id])[0]
+
+    def create_kv_caches(
+        self, expected_prompt_lengths: Sequence[int | None], ids: Sequence[object] | None = None
+    ) -> list[KVCache]:
+        """One new sequence per expected prompt length, all or none. See `create_kv_cache`."""
+        prompts = [
+            as_optional_int(f"expected_prompt_lengths[{i}]", length, 0)
+            for i, length in enumerate(expected_prompt_lengths)
+        ]
+        names = [None] * len(prompts) if ids is None else list(ids)
+        if len(names) != len(prompts):
+            raise wrong("ids", f"{len(prompts)} entries", len(names))
+        return self._create(prompts, names)
+
+    def _create(self, prompts: list[int | None], ids: Sequence[object]) -> list[KVCache]:
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter(keep_batch=False)
+            sequences = runtime.control.seqs.create(len(prompts))
+            return [
+                KVCache(runtime, sequence, prompt, id)
+                for sequence, prompt, id in zip(sequences, prompts, ids, strict=True)
+            ]
+
+    def advance(
+        self,
+        kv_caches: Sequence[KVCache],
+        n: int | ArrayLike,
+        *,
+        history: ArrayLike | None = None,
+    ) -> bool:
+        """Grows many sequences, all or nobody.
+
+        Parameters
+        ----------
+        kv_caches : sequence of KVCache
+            Distinct and active.
+        n : int or array_like of int [len(kv_caches)]
+            Tokens to add to each capacity, at least 0.
+        history : array_like of int [len(kv_caches)], optional
+            New history lengths. Default: unchanged.
+
+        Returns
+        -------
+        bool
+            False, with nothing changed, if the pages for all of them are not there.
+
+        Raises
+        ------
+        ValueError
+            A member occurs twice or is not active; `n` or `history` is out of range.
+
+        Notes
+        -----
+        A handful of vector operations for any number of sequences, plus O(new pages) where blocks
+        are crossed. Pass the same handles again and they need not be looked up. Enqueues nothing
+        but waits for the previous owners of the new slots; the device table follows with
+        `Batch.prepare`.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            if len(kv_caches) == 1 and history is None and type(n) is int:
+                return self._advance_one(kv_caches[0], n)
+            sequences = runtime.resolve(kv_caches)
+            if not sequences.size:
+                return True
+            seqs = runtime.control.seqs
+            capacity = seqs.capacity[sequences]
+            capacity = capacity + _counts("n", n, sequences.size)
+            if history is not None:
+                new_history = _counts("history", history, sequences.size)
+                _check_history(new_history, seqs.history[sequences], capacity)
+            over = (capacity > seqs.limit[sequences]).nonzero()[0]
+            if over.size and not runtime.grow(sequences[over], capacity[over]):
+                return False
+            seqs.capacity[sequences] = capacity
+            if history is not None:
+                seqs.history[sequences] = new_history
+            return True
+
+    def _advance_one(self, kv_cache: KVCache, n: int) -> bool:
+        runtime = self._runtime
+        sequence = runtime.active_sequence(kv_cache)
+        if not 0 <= n <= LONGEST:
+            raise wrong("n", f"a value in [0, {LONGEST}]", n)
+        seqs = runtime.control.seqs
+        capacity = seqs.capacity.item(sequence) + n
+        if capacity > seqs.limit.item(sequence) and not runtime.grow_one(sequence, capacity):
+            return False
+        seqs.capacity[sequence] = capacity
+        return True
+
+    def truncate(self, kv_caches: Sequence[KVCache], capacities: ArrayLike) -> None:
+        """Cuts many active sequences down to `capacities` tokens each and frees the blocks beyond.
+
+        Raises `ValueError`, with nothing changed, if one is below its history or above its
+        capacity. O(freed pages).
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            sequences = runtime.resolve(kv_caches)
+            if not sequences.size:
+                return
+            seqs = runtime.control.seqs
+            wanted = np.broadcast_to(
+                _counts("capacities", capacities, sequences.size), sequences.shape
+            )
+            low, high = seqs.history[sequences], seqs.capacity[sequences]
+            bad = np.flatnonzero((wanted < low) | (wanted > high))
+            if bad.size:
+                i = int(bad[0])
+                raise wrong(f"capacities[{i}]", f"a value in [{low[i]}, {high[i]}]", int(wanted[i]))
+            runtime.shrink(sequences, -(-wanted // seqs.shape.tokens_per_block))
+            seqs.capacity[sequences] = wanted
+
+    def close_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
+        """Closes many sequences; those already closed are left out."""
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter(keep_batch=False)
+            still_open = [kv for kv in dict.fromkeys(kv_caches) if runtime.is_open(kv)]
+            sequences = runtime.numbers_of(still_open)
+            active = sequences[runtime.control.seqs.active[sequences]]
+            if active.size:
+                runtime.shrink(active, np.zeros(active.size, np.int32))
+            for kv in still_open:
+                kv.close()
+
+    def slot_mapping(
+        self,
+        kv_caches: Sequence[KVCache],
+        num_tokens: int | ArrayLike = 1,
+        *,
+        start: ArrayLike | None = None,
+        layer_group: int = 0,
+    ) -> tuple[Int32, Int32]:
+        """Where each position of a ragged batch lies, from the host's table.
+
+        Parameters
+        ----------
+        kv_caches : sequence of KVCache
+            Distinct and active. Each contributes its beams, one after the other.
+        num_tokens : int or array_like of int [len(kv_caches)]
+            Positions per row.
+        start : array_like of int [len(kv_caches)], optional
+            First position. Default: the history length.
+        layer_group : int
+            Whose pages.
+
+        Returns
+        -------
+        slots, offsets : int32 arrays [N]
+            The slot, and the token within the block. `Batch.mapping` is the same on the device.
+
+        Raises
+        ------
+        ValueError
+            A range reaches past its capacity.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
+            sequences = runtime.resolve(kv_caches)
+            starts, counts = runtime.ranges(sequences, num_tokens, start)
+            rows, owner = runtime.control.batch_rows(sequences)
+            return runtime.control.map_tokens(rows, starts[owner], counts[owner], layer_group)
+
+    def create_batch(self, max_rows: int, max_tokens: int) -> Batch:
+        """A fixed place on the device for what a step needs to know of its sequences.
+
+        Parameters
+        ----------
+        max_rows : int
+            Most rows (beams of all sequences) in a step.
+        max_tokens : int
+            Most tokens in a step.
+
+        Raises
+        ------
+        StateError
+            The device is `meta`, which has no memory.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            return Batch(
+                runtime, as_int("max_rows", max_rows, 1), as_int("max_tokens", max_tokens, 1)
+            )
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Gives all memory back. Idempotent. BLOCKS until the streams its sequences used are idle.
+
+        Raises `StateError` while caches are open.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            if runtime.closed:
+                return
+            runtime.enter(keep_batch=False)
+            if runtime.handles:
+                count = len(runtime.handles)
+                caches = "KV caches are" if count > 1 else "KV cache is"
+                raise StateError(f"shutdown: {count} {caches} still open; close first")
+            runtime.close()
+            if self._owns_device:
+                self.device.close()
+
+
+def _counts(name: str, values: int | ArrayLike, size: int) -> int | Int32:
+    """A token count for all, or one per sequence, as what adds to an int32 array."""
+    if type(values) is int:
+        return as_int(name, values, 0, LONGEST)
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise wrong_type(name, "an int or an array of ints", values)
+    if array.ndim > 1 or (array.ndim == 1 and array.size != size):
+        raise wrong(name, f"{size} entries, one per cache", array.shape)
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= LONGEST:
+        raise wrong(name, f"values in [0, {LONGEST}]", values)
+    return array.astype(np.int32)
+
+
+def _check_history(new: int | Int32, old: Int32, capacity: Int32) -> None:
+    bad = np.flatnonzero((new < old) | (new > capacity))
+    if bad.size:
+        i = int(bad[0])
+        got = int(np.broadcast_to(new, old.shape)[i])
+        raise wrong(f"history[{i}]", f"a value in [{old[i]}, {capacity[i]}]", got)

@@ -1,0 +1,66 @@
+"""What the planes hand each other: frozen arrays that both understand.
+
+The control plane decides and writes its own tables; what the device must do for it stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.ids import NO_TICKET, PoolGroupId, Ticket
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DirtyCells:
+    """Cells of the host page table that the device twin has to take over.
+
+    The values are read from the host table when they are sent, so the newest always wins.
+    """
+
+    index: Int64
+    """Flat indices into the table `[row, layer group, ordinal]`."""
+
+    after: Ticket = NO_TICKET
+    """The moment after which the old values are no longer read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopies:
+    """Whole pages to copy inside one pool group. No slot is both a source and a target."""
+
+    pool_group: PoolGroupId
+    src: Int32
+    dst: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Slots taken for new blocks."""
+
+    tickets: tuple[Int64, ...]
+    """Moments to wait for before the new slots are written, one array per layer group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebinding:
+    """New rows for the beams of one sequence: worked out and paid for, not yet published."""
+
+    sequence: int
+    parents: tuple[int, ...]
+    rows: NDArray[np.int32]
+    """The new page rows `[beam, layer group, ordinal]`."""
+
+    taken: tuple[Int32, ...]
+    """Fresh slots by layer group."""
+
+    surplus: tuple[Int32, ...]
+    """Private slots that no beam keeps, by layer group."""
+
+    copies: tuple[PageCopies, ...]
+    tickets: tuple[Int64, ...]

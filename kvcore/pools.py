@@ -1,0 +1,186 @@
+"""Where the pages of a manager lie in memory: addresses, strides and page indices for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcore.checks import as_int
+from kvcore.errors import wrong_type
+from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
+from kvcore.layout import PageIndexConverter, aggregate
+
+if TYPE_CHECKING:
+    from kvcore.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolGroupDesc:
+    """One pool group of the hot level."""
+
+    id: PoolGroupId
+    num_slots: int
+    slot_bytes: tuple[int, ...]
+    """Bytes of a slot in each of its pools."""
+    pool_addresses: tuple[int, ...]
+    """First address of each pool; fixed for the life of the manager."""
+    layer_groups: tuple[LayerGroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageStatistics:
+    """Slots of one pool group on one cache level."""
+
+    slot_sizes: tuple[int, ...]
+    """Bytes of a slot in each pool."""
+    total: int
+    free: int
+    evictable: int
+    """Slots that only the prefix cache holds. 0 until prefix reuse is built."""
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had: free or evictable."""
+        return self.free + self.evictable
+
+    @property
+    def unavailable(self) -> int:
+        """Slots in use by sequences."""
+        return self.total - self.available
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatedPageDesc:
+    """Neighbouring buffers as one piece: the data of slot `i` is at `base + stride * i`."""
+
+    base: int
+    span: int
+    """Bytes."""
+    stride: int
+    """Bytes from one slot to the next."""
+    layer_group: LayerGroupId
+    pool_group: PoolGroupId
+    buffers: tuple[tuple[LayerId, str], ...]
+    """(layer id, role) in memory order."""
+
+
+class PoolQueries:
+    """The questions about layout and memory that a `KVCacheManager` answers.
+
+    Nothing here changes or enqueues anything; each call is O(1) or O(its result).
+    """
+
+    _runtime: Runtime
+
+    @property
+    def pool_group_descs(self) -> tuple[PoolGroupDesc, ...]:
+        """The pool groups. Their order is not a promise: look at `layer_groups`."""
+        runtime = self._runtime
+        return tuple(
+            PoolGroupDesc(
+                id=group.id,
+                num_slots=slots.capacity,
+                slot_bytes=group.slot_bytes,
+                pool_addresses=tuple(memory.base for memory in pools),
+                layer_groups=group.layer_groups,
+            )
+            for group, slots, pools in zip(
+                runtime.layout.pool_groups, runtime.control.slots, runtime.pools, strict=True
+            )
+        )
+
+    @property
+    def layer_grouping(self) -> tuple[tuple[LayerId, ...], ...]:
+        """The layer ids of each layer group."""
+        return tuple(group.layer_ids for group in self._runtime.layout.layer_groups)
+
+    def get_layer_group_id(self, layer_id: int) -> LayerGroupId:
+        """The layer group of a layer. Raises `ValueError` for an unknown one."""
+        return self._runtime.layout.layer_group_of(layer_id)
+
+    def get_storage_statistics(self, level: int = 0) -> tuple[StorageStatistics, ...]:
+        """Slots of each pool group on a cache level. Raises `ValueError` for an unknown level."""
+        runtime = self._runtime
+        self._check_level(level)
+        with runtime.lock:
+            runtime.enter(keep_batch=False)
+            return tuple(
+                StorageStatistics(
+                    slot_sizes=group.slot_bytes,
+                    total=slots.capacity,
+                    free=slots.num_free,
+                    evictable=0,
+                )
+                for group, slots in zip(
+                    runtime.layout.pool_groups, runtime.control.slots, strict=True
+                )
+            )
+
+    def get_quota(self, level: int = 0) -> int:
+        """Bytes of memory that the pools of a level occupy."""
+        self._check_level(level)
+        return sum(memory.nbytes for pools in self._runtime.pools for memory in pools)
+
+    def get_mem_pool_base_address(
+        self, layer_id: int, role: str, mode: PageIndexMode = PageIndexMode.SHARED
+    ) -> int:
+        """The address that page indices of `mode` count from; never changes.
+
+        SHARED includes the buffer's offset in a slot, PER_LAYER is the bare pool.
+        """
+        if not isinstance(mode, PageIndexMode):
+            raise wrong_type("mode", "a PageIndexMode", mode)
+        place = self._runtime.layout.place(layer_id, role)
+        base = self._runtime.pools[place.pool_group][place.pool].base
+        return base + place.offset if mode is PageIndexMode.SHARED else base
+
+    def get_page_stride(self, layer_id: int, role: str) -> int:
+        """Bytes from one page index to the next."""
+        return self._runtime.layout.place(layer_id, role).page_stride
+
+    def get_page_index_scale(self, layer_id: int, role: str) -> int:
+        """Page indices per slot: index = slot * scale."""
+        return self._runtime.layout.place(layer_id, role).scale
+
+    def get_page_index_upper_bound(self, layer_id: int, role: str) -> int:
+        """One past the largest page index relative to the SHARED base."""
+        place = self._runtime.layout.place(layer_id, role)
+        return place.upper_bound(self._runtime.control.slots[place.pool_group].capacity)
+
+    def get_page_index_converter(self, layer_id: int, role: str) -> PageIndexConverter:
+        """What turns slots into page indices of this buffer."""
+        return self._runtime.layout.converter(layer_id, role)
+
+    def get_aggregated_pages(
+        self, buffers: Iterable[tuple[int, str]]
+    ) -> tuple[AggregatedPageDesc, ...]:
+        """Merges buffers that are neighbours in memory, for copies of whole pages.
+
+        Raises `ValueError` for an unknown or repeated buffer.
+        """
+        return tuple(
+            AggregatedPageDesc(
+                base=self._runtime.pools[piece.pool_group][piece.pool].base + piece.offset,
+                span=piece.span,
+                stride=piece.stride,
+                layer_group=piece.layer_group,
+                pool_group=piece.pool_group,
+                buffers=tuple((place.layer_id, place.role) for place in piece.buffers),
+            )
+            for piece in aggregate(self._runtime.layout, buffers)
+        )
+
+    def page_table(self, layer_group: int = 0) -> Any:
+        """The device's page table of a layer group, int32 `[max_rows, max_blocks]`, in place.
+
+        A view at fixed addresses, of a row per live beam; `Batch.rows` tells which. Only rows that
+        were ever used are backed by memory. Cells are current after `Batch.prepare`, and -1 where
+        there is no page. Raises `StateError` on a device without memory.
+        """
+        tables = self._runtime.device_tables()
+        as_int("layer_group", layer_group, 0, len(self._runtime.layout.layer_groups) - 1)
+        return tables.by_group[layer_group]
+
+    def _check_level(self, level: int) -> None:
+        as_int("level", level, 0, 0, "there is one cache level, the GPU's")

@@ -1,0 +1,25 @@
+// Changed cells of a page table and the words that describe a batch, in one launch.
+//
+// Index, values and words lie in pinned host memory and are read from there: a few KiB over the bus
+// cost less than a copy that has to be enqueued first. grid.x: blocks of THREADS items.
+
+struct ScatterArgs {
+    i32* table;
+    const i64* index;  // [num_cells], host memory
+    const i32* value;  // [num_cells], host memory
+    i32* target;
+    const i32* words;  // [num_words], host memory
+    i64 table_cells;
+    u32 num_cells;
+    u32 num_words;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_table(const __grid_constant__ ScatterArgs a) {
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;  // range [0, max(num_cells, num_words) + THREADS)
+    // Volatile reads (__ldcv): the host writes this memory, so no cache may answer.
+    if (i < a.num_words) a.target[i] = __ldcv(a.words + i);
+    if (i < a.num_cells) {
+        const i64 cell = __ldcv(a.index + i);  // range [0, table_cells)
+        if (cell >= 0 && cell < a.table_cells) a.table[cell] = __ldcv(a.value + i);
+    }
+}

@@ -1,0 +1,364 @@
+"""An engine without a model: fills pages with fingerprints and proves later that they are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.errors import KVCoreError
+from kvcore.layout import page_geometry
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Array, PageStack, Stream
+    from kvcore.kv_cache import KVCache
+    from kvcore.manager import KVCacheManager
+
+POISON = 0xFF
+"""Byte of pages that were given up: NaN in every float type."""
+
+Lineage = list[int | None]
+"""What one beam wrote or inherited: a key per position, None where nothing is promised."""
+
+Int64 = NDArray[np.int64]
+
+
+class ContentError(KVCoreError, AssertionError):
+    """A token read through the page tables is not what its beam wrote."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A verification on its way: what was compared where, and how many words differed."""
+
+    stream: Stream
+    names: list[tuple[KVCache, int, int]]  # (cache, beam, position) of each token
+    keys: Int64
+    defined: NDArray[np.bool_]
+    different: list[Array]  # words that differ from the pattern, per kind of buffer
+    unlike: list[Array]  # the same against a wrong key: 0 if the token was not read at all
+
+
+class FakeEngine:
+    """Writes a pattern of its own into every token and follows each beam's history beside the cache.
+
+    Every write gets a key never used before, so a wrong page, a wrong beam and a stale page all read as
+    different. Calls that move pages go through the engine, which then moves the histories in the
+    same way. Pages that such a call gives up are overwritten with `0xFF` just before, in the order of
+    the sequence's stream: whoever still reads them is found out.
+
+    Every buffer must have a dtype and a shape. Works on any device with memory.
+
+    Parameters
+    ----------
+    manager : KVCacheManager
+        Whose pages to fill.
+    max_rows, max_tokens : int
+        Most rows and tokens in one launch; larger work is cut into several.
+    poison : bool
+        Whether to overwrite pages before they are given up.
+
+    Examples
+    --------
+    >>> import kvcore as k
+    >>> buffers = [k.BufferConfig(role="key", size=4 * 2 * 8 * 4, dtype="float32", shape=(2, 8))]
+    >>> config = k.KVCacheManagerConfig(
+    ...     tokens_per_block=4,
+    ...     cache_tiers=[k.GpuCacheTierConfig(quota=1 << 16)],
+    ...     layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
+    ...     max_beam_width=2,
+    ...     enable_partial_commit=False,
+    ... )
+    >>> manager = k.KVCacheManager(config, device="host")
+    >>> engine, kv = FakeEngine(manager), manager.create_kv_cache()
+    >>> kv.resume(), kv.resize(6)
+    (True, True)
+    >>> engine.write([kv], 6)
+    >>> kv.resize(8, 6), engine.set_beam_width(kv, 2)
+    (True, True)
+    >>> engine.write([kv], 1)
+    >>> engine.reorder_beams(kv, [1, 0])
+    >>> engine.verify([kv])
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_rows: int = 64,
+        max_tokens: int = 1024,
+        poison: bool = True,
+    ) -> None:
+        self.manager, self.poison = manager, poison
+        self._runtime, self._device = manager._runtime, manager.device
+        self._batch = manager.create_batch(max_rows, max_tokens)
+        self._keys: Array = self._device.empty((max_tokens,), np.int64)
+        self._stacks = list(_stacks(manager))
+        self._lineages: WeakKeyDictionary[KVCache, list[Lineage]] = WeakKeyDictionary()
+        self._looks: list[_Look] = []
+        self._next_key = 1
+
+    def lineage(self, kv: KVCache, beam: int) -> Lineage:
+        """What `kv.get_base_page_indices(..., beam)` must lead to: a key per position up to the capacity."""
+        known = self._rows(kv)[beam]
+        return (known + [None] * kv.capacity)[: kv.capacity]
+
+    def _rows(self, kv: KVCache) -> list[Lineage]:
+        return self._lineages.setdefault(kv, [[] for _ in range(kv.beam_width)])
+
+    # -- content -------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        kv_caches: Sequence[KVCache],
+        num_tokens: int | Sequence[int] = 1,
+        *,
+        start: int | Sequence[int] | None = None,
+        stream: object = None,
+    ) -> None:
+        """Fills tokens of all beams with new patterns.
+
+        Parameters
+        ----------
+        kv_caches : sequence of KVCache
+            Distinct and active.
+        num_tokens, start : int or sequence of int [len(kv_caches)]
+            Which positions, inside the capacity and behind the last final block. `start` defaults to
+            the history length.
+        stream : optional
+            As for `Batch.prepare`.
+
+        Notes
+        -----
+        Enqueues and does not block.
+        """
+        counts = _each(num_tokens, kv_caches)
+        starts = [kv.history_length for kv in kv_caches] if start is None else _each(start, kv_caches)
+        for part in self._parts(kv_caches, starts, counts):
+            keys: list[int] = []
+            for kv, first, count in zip(*part, strict=True):
+                for lineage in self._rows(kv):
+                    fresh = range(self._next_key, self._next_key + count)
+                    self._next_key += count
+                    lineage += [None] * (first - len(lineage))
+                    lineage[first : first + count] = fresh
+                    keys += fresh
+            on = self._prepare(part, np.array(keys, np.int64), stream)
+            for stack, group in self._stacks:
+                self._device.write_fingerprints(
+                    stack, self._batch.mapping[group, : len(keys)], self._keys[: len(keys)], stream=on
+                )
+
+    def look(self, kv_caches: Sequence[KVCache], *, stream: object = None) -> None:
+        """Enqueues a comparison of every promised token of active caches; `settle` tells the result."""
+        lengths = [kv.capacity for kv in kv_caches]
+        for part in self._parts(kv_caches, [0] * len(lengths), lengths):
+            self._look(part, stream)
+
+    def _look(self, part: _Part, stream: object) -> None:
+        names, keys = [], []
+        for kv, first, count in zip(*part, strict=True):
+            for beam in range(kv.beam_width):
+                names += [(kv, beam, first + i) for i in range(count)]
+                keys += self.lineage(kv, beam)[first : first + count]
+        if not any(keys):
+            return
+        defined = np.array([key is not None for key in keys])
+        right = np.array([key or 0 for key in keys], np.int64)
+        on = self._prepare(part, right, stream)
+        different = self._compare(right.size, on)
+        self._device.from_host(-1 - right, self._keys[: right.size], stream=on)
+        unlike = self._compare(right.size, on)
+        self._looks.append(_Look(on, names, right, defined, different, unlike))
+
+    def _compare(self, size: int, stream: Stream) -> list[Array]:
+        results = []
+        for stack, group in self._stacks:
+            bad = self._device.empty((size,), np.int32)
+            mapping = self._batch.mapping[group, :size]
+            self._device.verify_fingerprints(stack, mapping, self._keys[:size], bad, stream=stream)
+            results.append(bad)
+        return results
+
+    def settle(self) -> None:
+        """Waits for every enqueued comparison. BLOCKS. Raises `ContentError` for the first difference."""
+        looks, self._looks = self._looks, []
+        for look in looks:
+            for different, unlike in zip(look.different, look.unlike, strict=True):
+                words = self._device.to_host(different, stream=look.stream)
+                unread = self._device.to_host(unlike, stream=look.stream) == 0
+                wrong = np.flatnonzero(look.defined & ((words != 0) | unread))
+                if wrong.size:
+                    raise ContentError(_explain(look, wrong, words, unread))
+
+    def verify(self, kv_caches: Sequence[KVCache], *, stream: object = None) -> None:
+        """`look` and `settle`."""
+        self.look(kv_caches, stream=stream)
+        self.settle()
+
+    # -- calls that move pages -----------------------------------------------------------------------
+
+    def resize(
+        self, kv: KVCache, capacity: int | None = None, history_length: int | None = None
+    ) -> bool:
+        """`KVCache.resize`; what lies past a smaller capacity is forgotten."""
+        history = kv.history_length if history_length is None else history_length
+        if capacity is not None and kv.is_active and kv.history_length <= history <= capacity:
+            self._give_up(kv, self._pages_past(kv, capacity))
+        done = kv.resize(capacity, history_length)
+        self._cut(kv)
+        return done
+
+    def truncate(self, kv_caches: Sequence[KVCache], capacities: Sequence[int]) -> None:
+        """`KVCacheManager.truncate`."""
+        sizes = list(zip(kv_caches, capacities, strict=True))
+        distinct = len(set(kv_caches)) == len(sizes)
+        if distinct and all(kv.is_active and kv.history_length <= n for kv, n in sizes):
+            if all(n <= kv.capacity for kv, n in sizes):
+                for kv, n in sizes:
+                    self._give_up(kv, self._pages_past(kv, n))
+        self.manager.truncate(kv_caches, capacities)
+        for kv in kv_caches:
+            self._cut(kv)
+
+    def close(self, kv: KVCache) -> None:
+        """`KVCache.close`."""
+        if kv.beam_width:
+            self._give_up(kv, self._pages_past(kv, 0))
+        kv.close()
+        self._lineages.pop(kv, None)
+
+    def set_beam_width(self, kv: KVCache, width: int, parents: Sequence[int] | None = None) -> bool:
+        """`KVCache.set_beam_width`."""
+        before = kv.beam_width
+        done = kv.set_beam_width(width, parents)
+        if done and parents is None:
+            parents = [i if i < before else 0 for i in range(width)]
+        if done:
+            self._follow(kv, parents or [], kv.capacity)
+        return done
+
+    def reorder_beams(
+        self, kv: KVCache, parents: Sequence[int], valid_tokens: int | None = None
+    ) -> None:
+        """`KVCache.reorder_beams`."""
+        width = kv.beam_width
+        if kv.is_active and len(parents) == width and set(parents) <= set(range(width)):
+            rows = [self._pages(kv, beam) for beam in range(width)]
+            kept = {page for parent in parents for page in rows[parent]}
+            self._give_up(kv, {page for row in rows for page in row} - kept)
+        kv.reorder_beams(parents, valid_tokens=valid_tokens)
+        self._follow(kv, parents, kv.capacity if valid_tokens is None else valid_tokens)
+
+    def _follow(self, kv: KVCache, parents: Sequence[int], valid: int) -> None:
+        rows = self._lineages.pop(kv, None)
+        if rows is not None:
+            self._lineages[kv] = [rows[parent][:valid] for parent in parents]
+
+    def _cut(self, kv: KVCache) -> None:
+        for lineage in self._rows(kv):
+            del lineage[kv.capacity :]
+
+    # -- pages given up ------------------------------------------------------------------------------
+
+    def _pages(self, kv: KVCache, beam: int) -> list[tuple[int, int]]:
+        """(layer group, slot) of each of a beam's pages."""
+        groups = range(len(self.manager.layout.layer_groups))
+        return [
+            (group, slot)
+            for group in groups
+            for slot in kv.get_aggregated_page_indices(group, beam).tolist()
+        ]
+
+    def _pages_past(self, kv: KVCache, capacity: int) -> set[tuple[int, int]]:
+        blocks = -(-capacity // self.manager.layout.tokens_per_block)
+        groups = range(len(self.manager.layout.layer_groups))
+        return {
+            (group, slot)
+            for beam in range(kv.beam_width)
+            for group in groups
+            for slot in kv.get_aggregated_page_indices(group, beam)[blocks:].tolist()
+        }
+
+    def _give_up(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
+        """Overwrites pages that the next call frees, after all earlier work on them."""
+        stream = kv.stream
+        if not self.poison or stream is None or not pages:
+            return
+        with self._runtime.lock:
+            self._runtime.come_home(kv._sequence)
+        for group, pool_group in enumerate(self._runtime.control.pool_group_of):
+            slots = sorted(slot for owner, slot in pages if owner == group)
+            if slots:
+                pools = self._runtime.pool_places[pool_group]
+                self._device.fill_pages(pools, np.array(slots, np.int32), POISON, stream=stream)
+
+    # -- launches ------------------------------------------------------------------------------------
+
+    def _prepare(self, part: _Part, keys: Int64, stream: object) -> Stream:
+        """Maps the tokens of a part, and brings their keys to the device, in the order of the batch."""
+        kv_caches, starts, counts = part
+        self._batch.prepare(kv_caches, counts, start=starts, stream=stream)
+        on = self._batch._on(None)
+        self._device.from_host(keys, self._keys[: keys.size], stream=on)
+        return on
+
+    def _parts(
+        self, kv_caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int]
+    ) -> Iterator[_Part]:
+        """Cuts a ragged batch into parts that fit into one launch."""
+        rows = tokens = 0
+        part: _Part = ([], [], [])
+        for kv, start, count in zip(kv_caches, starts, counts, strict=True):
+            most = max(1, self._batch.max_tokens // max(1, kv.beam_width))
+            for first in range(start, start + count, most):
+                some = min(most, start + count - first)
+                rows, tokens = rows + kv.beam_width, tokens + some * kv.beam_width
+                full = rows > self._batch.max_rows or tokens > self._batch.max_tokens
+                if part[0] and (full or part[0][-1] is kv):
+                    yield part
+                    part, rows, tokens = ([], [], []), kv.beam_width, some * kv.beam_width
+                for values, value in zip(part, (kv, first, some), strict=True):
+                    values.append(value)
+        if part[0]:
+            yield part
+
+
+_Part = tuple[list[Any], list[Any], list[Any]]
+"""Caches, first positions and numbers of positions of one launch."""
+
+
+def _each(value: int | Sequence[int], kv_caches: Sequence[KVCache]) -> list[int]:
+    return [value] * len(kv_caches) if isinstance(value, int) else list(value)
+
+
+def _stacks(manager: KVCacheManager) -> Iterable[tuple[PageStack, int]]:
+    """All typed buffers in as few stacks as possible: layers with the same roles of one geometry."""
+    layout = manager.layout
+    kinds: dict[Any, list[int]] = {}
+    for layer in dict.fromkeys(layer for layer, _ in layout.places):
+        roles: dict[Any, list[str]] = {}
+        for owner, role in layout.places:
+            if owner == layer:
+                place = layout.place(layer, role)
+                kind = page_geometry(place, layout.tokens_per_block)
+                roles.setdefault((kind, place.layer_group), []).append(role)
+        for (kind, group), names in roles.items():
+            kinds.setdefault((group, kind, tuple(names)), []).append(layer)
+    for (_, _, names), layers in kinds.items():
+        yield manager._runtime.stack(tuple(layers), names)
+
+
+def _explain(
+    look: _Look, wrong: NDArray[np.intp], words: NDArray[Any], unread: NDArray[np.bool_]
+) -> str:
+    lines = [f"{wrong.size} tokens are not what was written:"]
+    for n in wrong.tolist()[:20]:
+        kv, beam, position = look.names[n]
+        what = "has no page" if unread[n] else f"differs in {words[n]} words"
+        lines.append(f"  {kv!r} beam {beam} position {position}, key {look.keys[n]}: {what}")
+    return "\n".join(lines)
