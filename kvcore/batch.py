@@ -168,11 +168,11 @@ class Batch:
         ValueError
             Shapes differ, or the roles' declarations do.
         """
-        one = isinstance(layers, int)
+        on, one = self._on(stream), isinstance(layers, int)
         stack, group = self._stack(layers, tuple(buffers))
         sources = [self._operand(role, array, stack, one) for role, array in buffers.items()]
         mapping = self._mapping_of(group, sources)
-        self._runtime.device.append(stack, mapping, sources, stream=self._on(stream))
+        self._runtime.device.append(stack, mapping, sources, stream=on)
 
     def gather(
         self,
@@ -204,9 +204,8 @@ class Batch:
         -----
         For whole sequences prepare with `start=0` and `num_tokens=length`.
         """
-        one = isinstance(layers, int)
+        on, one = self._on(stream), isinstance(layers, int)
         stack, group = self._stack(layers, tuple(roles))
-        on = self._on(stream)
         if out is None:
             out = [self._new(stack, layers, role, on) for role in roles]
         elif len(out) != len(roles):

@@ -88,12 +88,12 @@ class Runtime:
             self.forget_batch()
         while self._dropped:
             sequence = self._dropped.pop()
+            self.destroy(sequence)  # first: the warning may be turned into an error
             warnings.warn(
                 f"a KVCache (sequence {sequence}) was dropped without close(); freeing its pages",
                 ResourceWarning,
                 stacklevel=4,
             )
-            self.destroy(sequence)
 
     def register(self, sequence: int, handle: KVCache) -> None:
         """Remembers whose handle `sequence` has, and notices when it is dropped."""

@@ -243,9 +243,15 @@ def test_aggregation_keeps_pools_and_layer_groups_apart():
 
 
 def test_aggregation_does_not_merge_layer_groups_that_share_pools():
-    made = layout(attention(0, ("key", 100)), attention(1, ("key", 100), window=8))
+    made = layout(
+        attention(0, ("key", 100)),
+        attention(1, ("key", 100)),
+        attention(2, ("key", 100), window=8),
+        attention(3, ("key", 100), window=8),
+    )
     assert len(made.pool_groups) == 1
-    assert [entry.layer_group for entry in aggregate(made, made.places)] == [0, 1]
+    entries = aggregate(made, [(0, "key"), (3, "key")])  # bytes [0, 100) and [100, 200)
+    assert [(entry.layer_group, entry.offset) for entry in entries] == [(0, 0), (1, 100)]
 
 
 def test_aggregation_refuses_unknown_and_repeated_buffers():
@@ -312,7 +318,6 @@ def test_geometry_addresses_every_byte_once(layout_name, override):
     if layout_name == "HND":
         order = order.reshape(-1, 3, page_tokens).swapaxes(1, 2)
     assert np.array_equal(every[..., 0], order.reshape(32, 3) * 10)
-
 
 
 def test_opaque_buffers_have_no_geometry():

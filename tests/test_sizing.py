@@ -237,6 +237,26 @@ def test_left_over_grains_go_to_a_group_that_can_use_them():
     assert solve_slots(layout, config, 13 * HOST_GRAIN, HOST_GRAIN) == (9, 2)
 
 
+def test_left_over_grains_go_to_the_heaviest_first():
+    layout, config = setup(
+        (FULL, HOST_GRAIN - 1),
+        ((8, None), HOST_GRAIN),
+        ((7, None), HOST_GRAIN, HOST_GRAIN - 1),
+        T=8,
+        initial_pool_ratio=[0.3, 0.45, 0.25],
+    )
+    # 20 grains: 6, 9 and 5, of which the slots of two grains leave one.
+    assert solve_slots(layout, config, 20 * HOST_GRAIN, HOST_GRAIN) == (6, 10, 2)
+
+
+def test_the_lightest_share_is_rounded_first():
+    layout, config = setup(
+        (FULL, HOST_GRAIN - 1), ((8, None), HOST_GRAIN), T=8, initial_pool_ratio=[0.7, 0.3]
+    )
+    # 0.3 of 15 grains is a little less than 4.5, since 0.3 is in binary; 0.7 as well.
+    assert solve_slots(layout, config, 15 * HOST_GRAIN, HOST_GRAIN) == (11, 4)
+
+
 def test_halves_are_rounded_up():
     layout, config = setup(
         (FULL, HOST_GRAIN), ((8, None), HOST_GRAIN - 1), T=8, initial_pool_ratio=[0.5, 0.5]

@@ -55,10 +55,8 @@ def scratch_range(
     """
     end = max(0, desc.capacity - max_rewind_len)
     stale = stale_range(window, num_sink_blocks, tokens_per_block, end)
-    first = div_ceil(desc.history_length, tokens_per_block)
-    last = div_ceil(desc.capacity, tokens_per_block)
-    start = max(stale.start, first)
-    return range(start, max(start, min(stale.stop, last)))
+    start = max(stale.start, div_ceil(desc.history_length, tokens_per_block))
+    return range(start, max(start, stale.stop))
 
 
 def slots_for(

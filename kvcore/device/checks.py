@@ -50,18 +50,21 @@ def check_array(
     found: tuple[int, ...] = array.shape
     if array.dtype != dtype:
         raise wrong(name, f"dtype {dtype}", str(array.dtype))
-    if found != shape and (
-        len(found) != len(shape)
-        or any(want not in (ANY, got) for want, got in zip(shape, found, strict=True))
-    ):
-        text = ", ".join("any" if axis == ANY else str(axis) for axis in shape)
-        raise wrong(name, f"shape ({text})", found)
+    if len(found) != len(shape):
+        raise wrong(name, f"shape {_text(shape)}", found)
+    for want, got in zip(shape, found, strict=True):
+        if want not in (got, ANY):
+            raise wrong(name, f"shape {_text(shape)}", found)
     if array.flags.c_contiguous:
         return
     if not strided:
         raise wrong(name, "a C-contiguous array", array.strides, "the strides cannot be read")
     if found[-1] > 1 and array.strides[-1] != dtype.itemsize:
         raise wrong(name, "a contiguous last axis", array.strides)
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join("any" if axis == ANY else str(axis) for axis in shape) + ")"
 
 
 def check_tokens(

@@ -29,6 +29,7 @@ from kvcore.ids import align_up
 
 GRAIN: Final = 4096  # bytes
 ALIGNMENT: Final = 64  # bytes
+DLPACK_HOST: Final = (1, 3)  # kDLCPU, kDLCUDAHost: what NumPy can view
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +119,13 @@ class HostDevice(Device):
         shape, dtype = (shape,) if isinstance(shape, int) else shape, np.dtype(dtype)
         return self.pinned(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
-    def as_array(self, values: object) -> Array:
+    def as_array(self, values: Any) -> Array:
         if isinstance(values, np.ndarray):
             return values
         try:
             if hasattr(values, "__array_interface__"):
                 return np.asarray(values)
-            if hasattr(values, "__dlpack__"):
+            if hasattr(values, "__dlpack__") and values.__dlpack_device__()[0] in DLPACK_HOST:
                 return np.from_dlpack(values)
         except (BufferError, RuntimeError, ValueError, TypeError) as error:
             text = "an array in host memory that NumPy can view"

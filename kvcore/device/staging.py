@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -143,13 +142,16 @@ def carve(buffer: Bytes, *parts: tuple[DTypeLike, int]) -> list[NDArray[Any]]:
 
     Notes
     -----
-    About 0.5 µs per array.
+    About 1 µs per array.
     """
-    arrays = []
-    for dtype, start, end in _cuts(parts):
+    arrays, end = [], 0
+    for kind, count in parts:
+        dtype = np.dtype(kind)
+        start = (end + ALIGNMENT - 1) & -ALIGNMENT
+        end = start + count * dtype.itemsize
         if end > buffer.nbytes:
             raise wrong("buffer", f"at least {carve_bytes(*parts)} bytes", buffer.nbytes)
-        arrays.append(buffer[start:end].view(dtype))
+        arrays.append(np.ndarray(count, dtype, buffer, start))
     return arrays
 
 
@@ -159,13 +161,8 @@ def carve_bytes(*parts: tuple[DTypeLike, int]) -> int:
     >>> carve_bytes((np.int64, 3), (np.int32, 3))
     44
     """
-    return max((end for _, _, end in _cuts(parts)), default=0)
-
-
-def _cuts(parts: tuple[tuple[DTypeLike, int], ...]) -> Iterator[tuple[np.dtype[Any], int, int]]:
     end = 0
     for kind, count in parts:
-        dtype = np.dtype(kind)
-        start = (end + ALIGNMENT - 1) & -ALIGNMENT
-        end = start + count * dtype.itemsize
-        yield dtype, start, end
+        end = (end + ALIGNMENT - 1) & -ALIGNMENT
+        end += count * np.dtype(kind).itemsize
+    return end

@@ -60,7 +60,7 @@ def check(manager: KVCacheManager, *, device: bool = False) -> None:
         rules.statistics(manager)
         rules.bound_rows()
         if device:
-            rules.device_table(manager)
+            rules.device_table()
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,9 @@ class _Rules:
     # -- followers of the table --------------------------------------------------------------------
 
     def bound_rows(self) -> None:
-        for sequence, rows in self.runtime.buffers.items():
+        for sequence, rows in self.runtime.bound_rows._rows.items():
+            shortest = min(row.size for row in rows.values())
+            self.same(f"sequence {sequence}: bound", shortest, int(self.seqs.block_bound[sequence]))
             for (beam, group), row in rows.items():
                 blocks = int(self.seqs.num_blocks[sequence])
                 expected = np.full(row.size, NO_SLOT, np.int32)
@@ -205,16 +207,16 @@ class _Rules:
                 name = f"sequence {sequence}: the row bound to beam {beam}, layer group {group}"
                 self.same(name, expected.tolist(), row.tolist())
 
-    def device_table(self, manager: KVCacheManager) -> None:
+    def device_table(self) -> None:
         tables = self.runtime.tables
         if tables is None:
             raise ValueError("device: expected a device with memory, got one without")
-        stream = self.runtime.default_stream or self.runtime.device.create_stream()
-        batch = manager.create_batch(max_rows=1, max_tokens=1)
-        batch.prepare([], stream=stream)
-        batch.finish(stream=stream)
-        used = self.seqs.used_rows
-        twin = self.runtime.device.to_host(tables.array[:used], stream=stream)
+        device, used = self.runtime.device, self.seqs.used_rows
+        stream = self.runtime.default_stream or device.create_stream()
+        nothing = device.empty((1,), np.int32)
+        tables.send(self.seqs.dirty, used, nothing, np.empty(0, np.int32), stream)
+        tables.seal(stream)
+        twin = device.to_host(tables.array[:used], stream=stream)
         different = np.argwhere(twin != self.seqs.table[:used])
         cells = [
             (*cell, int(self.seqs.table[*cell]), int(twin[*cell]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ def test_only_own_streams_are_taken():
     device, other = HostDevice(), HostDevice()
     with pytest.raises(ValueError, match="stream: expected a stream of this device"):
         device.stream(other.create_stream())
-    with pytest.raises(ValueError, match="stream of the host device.*open a cuda device"):
+    with pytest.raises(ValueError, match=r"stream of the host device.*open a cuda device"):
         device.stream(CudaStream())
     with pytest.raises(ValueError, match="handle of a stream of this device, got 99"):
         device.stream(99)
@@ -229,7 +230,7 @@ def test_foreign_arrays_are_viewed_without_a_copy(wrap):
 
 def test_arrays_elsewhere_are_refused():
     array = np.zeros(3, np.float32)
-    with pytest.raises(TypeError, match="values: expected an array in host memory"):
+    with pytest.raises(TypeError, match=r"values: expected .* in host memory"):
         HostDevice().as_array(Capsule(array, (2, 0)))
 
 
@@ -240,7 +241,7 @@ def test_meta_memory_has_addresses_only():
     device = MetaDevice()
     assert (device.kind, device.has_memory) == ("meta", False)
     memories = [device.reserve(1 << 45, 1 << 44, 1 << 21) for _ in range(3)]
-    for low, high in zip(memories, memories[1:], strict=False):
+    for low, high in pairwise(memories):
         assert 0 < low.base + (1 << 45) <= high.base
         assert low.base % (1 << 12) == 0
     memory = memories[0]

@@ -1,4 +1,4 @@
-"""Simulated streams: they respect what was recorded and nothing else, and so find forgotten waits."""
+"""Simulated streams respect what was recorded and nothing else, and so find forgotten waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAITS = ("map after table", "read after write", "reuse after read", "check after
 
 
 class Scenario:
-    """A page is found through a table, written, read, freed, and used again, each on its own stream.
+    """A page is found in a table, written, read, freed, and used again, each on its own stream.
 
     Every hand-over has its wait; one of them may be forgotten.
     """
@@ -55,7 +55,7 @@ class Scenario:
         device.gather(stack, mapping[0], [self.last], stream=on)
 
     def hand_over(self, wait: str, event):
-        """(the next stream, the event): the stream waits for the event, unless that is forgotten."""
+        """(the next stream, the event): the one waits for the other, unless that is forgotten."""
         if wait != self.forgotten:
             self.streams[wait].wait(event)
         return self.streams[wait], event

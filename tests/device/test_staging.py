@@ -1,4 +1,4 @@
-"""Pinned buffers are reused only once nothing enqueued reads them, and their number stays bounded."""
+"""Pinned buffers are reused only once nothing reads them, and their number stays bounded."""
 
 from __future__ import annotations
 

@@ -1,0 +1,371 @@
+"""Random walks over all public calls of a small manager, in lockstep with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+
+from kvcore.config import (
+    AttentionLayerConfig,
+    BufferConfig,
+    GpuCacheTierConfig,
+    KVCacheManagerConfig,
+)
+from kvcore.device.base import Device
+from kvcore.errors import StateError
+from kvcore.manager import KVCacheManager
+from kvcore.testing.check import OracleError, check
+from kvcore.testing.lockstep import Lockstep, Pair
+
+T = TypeVar("T")
+
+SLOT_BYTES: Final = 4096  # of the largest pool: the grain of the host device
+
+
+class Draw(Protocol):
+    """Where a walk's choices come from."""
+
+    def number(self, low: int, high: int) -> int:
+        """An int in [low, high]."""
+        ...
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        ...
+
+
+class RandomDraw:
+    """Choices of a seeded generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+
+    def number(self, low: int, high: int) -> int:
+        """An int in [low, high]."""
+        return self.random.randint(low, high)
+
+    def pick(self, options: Sequence[T]) -> T:
+        """One of the options."""
+        return self.random.choice(options)
+
+
+def small_config(
+    *, tokens_per_block: int = 4, slots: int = 12, scales: bool = False, **settings: Any
+) -> KVCacheManagerConfig:
+    """A configuration with few slots, so that pages are often short.
+
+    Parameters
+    ----------
+    tokens_per_block : int
+        A power of two up to 256.
+    slots : int
+        Pages that fit.
+    scales : bool
+        Adds a third role of another size, which gets a pool of its own.
+    **settings
+        Further fields of `KVCacheManagerConfig`.
+
+    Examples
+    --------
+    >>> small_config(slots=3, max_beam_width=2).layers[0].buffers[0].shape
+    (2, 64)
+    """
+    size = SLOT_BYTES // 2
+    shape = (2, size // (2 * 4 * tokens_per_block))
+    buffers = [
+        BufferConfig(role=role, size=size, dtype="float32", shape=shape) for role in ("key", "value")
+    ]
+    if scales:
+        few = tokens_per_block * 2 * 2 * 4
+        buffers.append(BufferConfig(role="scale", size=few, dtype="float32", shape=(2, 2)))
+    quota = slots * SLOT_BYTES + (SLOT_BYTES if scales else 0)
+    settings = {"max_beam_width": 4, "max_util_for_resume": 1.0, **settings}
+    return KVCacheManagerConfig(
+        tokens_per_block=tokens_per_block,
+        cache_tiers=(GpuCacheTierConfig(quota=quota),),
+        layers=(AttentionLayerConfig(layer_id=0, buffers=tuple(buffers)),),
+        enable_partial_commit=False,
+        **settings,
+    )
+
+
+class Walk:
+    """One manager, its model, and the actions that may happen to them.
+
+    Every action runs real calls with arguments that are mostly right, sometimes wrong, on caches that
+    are mostly in the right state, and compares as `Lockstep` does.
+    """
+
+    def __init__(self, config: KVCacheManagerConfig, device: Device, draw: Draw) -> None:
+        self.draw = draw
+        self.device = device
+        self.manager = KVCacheManager(config, device=device)
+        self.lockstep = Lockstep(self.manager)
+        self.block = config.tokens_per_block
+        self.streams = [device.create_stream() for _ in range(2)]
+        self.closed: list[Pair] = []
+        self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
+
+    # -- choices -------------------------------------------------------------------------------------
+
+    def one_in(self, n: int) -> bool:
+        """True once in n times."""
+        return self.draw.number(1, n) == n
+
+    def stream(self) -> object:
+        """None, or one of the streams."""
+        return self.draw.pick([None, None, *self.streams])
+
+    def pair(self, *, active: bool = True) -> Pair | None:
+        """A sequence, usually in the state asked for; None if there is none at all."""
+        right = [pair for pair in self.lockstep.pairs if pair.model.is_active == active]
+        others = self.lockstep.pairs + self.closed[-1:]
+        if right and not self.one_in(12):
+            return self.draw.pick(right)
+        return self.draw.pick(others) if others else None
+
+    def some(self) -> list[Pair]:
+        """Several sequences, usually distinct and active."""
+        active = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        chosen = [pair for pair in active if not self.one_in(4)]
+        if self.one_in(16) and (extra := self.pair(active=False)):
+            chosen.append(extra)
+        return chosen
+
+    def size_near(self, pair: Pair, low: int, high: int) -> int:
+        """A token count in [low, high] blocks around the capacity, often at an edge."""
+        tokens = pair.model.capacity + self.draw.number(low * self.block, high * self.block)
+        return max(tokens, -1)
+
+    def parents(self, pair: Pair, count: int) -> list[int]:
+        """Parents for `count` rows, now and then wrong."""
+        width = max(1, pair.model.beam_width)
+        chosen = [self.draw.number(0, width - 1) for _ in range(count)]
+        if chosen and self.one_in(12):
+            chosen[-1] = self.draw.pick([-1, width])
+        if chosen and self.one_in(24):
+            chosen.pop()
+        return chosen
+
+    # -- actions -------------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        """Makes one to three sequences."""
+        if len(self.lockstep.pairs) < 8:
+            lengths = [None, 0, 1, self.block, 2 * self.block]
+            self.lockstep.create([self.draw.pick(lengths) for _ in range(self.draw.number(1, 3))])
+
+    def resume(self) -> None:
+        """Resumes one, perhaps on another stream."""
+        if pair := self.pair(active=False):
+            self.lockstep.resume(pair, self.stream())
+
+    def suspend(self) -> None:
+        """Suspends one."""
+        if pair := self.pair():
+            self.lockstep.suspend(pair)
+
+    def close(self) -> None:
+        """Closes one or several."""
+        pairs = self.some() if self.one_in(3) else [p for p in [self.pair()] if p]
+        self.closed += pairs
+        if len(pairs) == 1:
+            self.lockstep.close(pairs[0])
+        else:
+            self.lockstep.close_all(pairs)
+
+    def resize(self) -> None:
+        """Grows or shrinks one, with or without its history."""
+        if pair := self.pair():
+            capacity = self.draw.pick([None, self.size_near(pair, -2, 3)])
+            model = pair.model
+            top = model.capacity if capacity is None else capacity
+            history = self.draw.number(model.history_length - 1, max(model.history_length, top) + 1)
+            self.lockstep.resize(pair, capacity, self.draw.pick([None, history]))
+
+    def advance(self) -> None:
+        """Grows several, or nobody."""
+        pairs = self.some()
+        counts: int | list[int] = self.draw.number(0, self.block + 1)
+        if self.one_in(2):
+            counts = [self.draw.number(0 if i else -1, 2 * self.block) for i in range(len(pairs))]
+        history = None
+        if self.one_in(2):
+            history = [p.model.history_length + self.draw.number(0, 2) for p in pairs]
+        self.lockstep.advance(pairs, counts, history)
+
+    def truncate(self) -> None:
+        """Cuts several."""
+        pairs = self.some()
+        sizes = []
+        for pair in pairs:
+            low, high = pair.model.history_length, pair.model.capacity
+            wrong = self.one_in(24)
+            sizes.append(self.draw.pick([low - 1, high + 1]) if wrong else self.draw.number(low, high))
+        self.lockstep.truncate(pairs, sizes)
+
+    def widen(self) -> None:
+        """Gives one another width."""
+        if pair := self.pair():
+            most = self.manager.config.max_beam_width
+            width = self.draw.number(1, most)
+            if self.one_in(16):
+                width = self.draw.pick([0, most + 1])
+            parents = self.parents(pair, width) if self.one_in(3) else None
+            self.lockstep.set_beam_width(pair, width, parents)
+
+    def reorder(self) -> None:
+        """Reorders the beams of one."""
+        if pair := self.pair():
+            low, high = pair.model.history_length, pair.model.capacity
+            valid = self.draw.number(low, high) if self.one_in(3) else None
+            if self.one_in(24):
+                valid = self.draw.pick([low - 1, high + 1])
+            self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width), valid)
+
+    def write(self) -> None:
+        """Fills positions behind the final blocks of several, with all their beams."""
+        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        starts, counts = [], []
+        for pair in pairs:
+            shared = pair.model.history_length // self.block * self.block
+            starts.append(self.draw.number(shared, pair.model.capacity))
+            counts.append(self.draw.number(0, pair.model.capacity - starts[-1]))
+        if pairs:
+            self.lockstep.write(pairs, starts, counts, self.stream())
+
+    def decode(self) -> None:
+        """A step of a decoder: room for a token, the token, then perhaps other parents."""
+        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        if self.lockstep.advance(pairs, 1):
+            starts = [pair.model.history_length for pair in pairs]
+            self.lockstep.write(pairs, starts, [p.model.capacity - s for p, s in zip(pairs, starts)])
+            for pair in pairs:
+                self.lockstep.resize(pair, None, pair.model.capacity)
+                if pair.model.beam_width > 1:
+                    self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width))
+
+    def look(self) -> None:
+        """Enqueues a comparison of everything."""
+        self.lockstep.look(self.stream())
+
+    def settle(self) -> None:
+        """Compares everything now."""
+        self.lockstep.look()
+        self.lockstep.settle()
+        if self.device.has_memory:
+            check(self.manager, device=True)
+
+    def map(self) -> None:
+        """Compares the mapping on the host and on the device with the table."""
+        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        starts = [self.draw.number(0, pair.model.capacity) for pair in pairs]
+        counts = [p.model.capacity - start for p, start in zip(pairs, starts, strict=True)]
+        reals = [pair.real for pair in pairs]
+        expected = [
+            (int(row[position // self.block]), position % self.block)
+            for kv, start, count in zip(reals, starts, counts, strict=True)
+            for row in [kv.get_base_page_indices(0, beam) for beam in range(kv.beam_width)]
+            for position in range(start, start + count)
+        ]
+        slots, offsets = self.manager.slot_mapping(reals, counts, start=starts)
+        _same("slot_mapping", expected, list(zip(slots.tolist(), offsets.tolist(), strict=True)))
+        if self._batch is not None and len(expected) <= 256:
+            self._batch.prepare(reals, counts, start=starts, stream=self.stream())
+            found = self.device.to_host(self._batch.mapping[0], stream=self._batch._on(None))
+            padding = [(-1, 0)] * (256 - len(expected))
+            _same("Batch.mapping", expected + padding, list(map(tuple, found.tolist())))
+
+    def bind(self) -> None:
+        """Binds or unbinds a row of the caller's."""
+        pair = self.pair()
+        if pair and pair.model.is_active:
+            beam = self.draw.number(0, pair.model.beam_width - 1)
+            row = np.empty(self.manager.get_storage_statistics()[0].total + 1, np.int32)
+            pair.real.set_base_page_index_buf(beam, 0, None if self.one_in(3) else row)
+            self.lockstep.compare()
+
+    def misuse(self) -> None:
+        """A call that must be refused by its type, or leave no trace."""
+        if pair := self.pair():
+            name, call, kinds = self.draw.pick(self._misuses(pair))
+            if pair.model.is_active:
+                try:
+                    call()
+                except kinds:
+                    pass
+                else:
+                    raise OracleError(f"{name}: expected {kinds}, got no exception")
+            self.lockstep.compare()
+
+    def _misuses(self, pair: Pair) -> list[tuple[str, Callable[[], Any], Any]]:
+        kv, m = pair.real, self.manager
+        wrong_parents: Any = [0.5] * kv.beam_width
+        return [
+            ("a float", lambda: kv.resize(1.5), TypeError),  # type: ignore[arg-type]
+            ("a bool", lambda: kv.resize(True), TypeError),
+            ("twice", lambda: m.advance([kv, kv], 1), ValueError),
+            ("not a cache", lambda: m.advance([kv, None], 1), TypeError),  # type: ignore[list-item]
+            ("wrong length", lambda: m.advance([kv], [1, 1]), ValueError),
+            ("a float n", lambda: m.advance([kv], 0.5), TypeError),
+            ("a str", lambda: kv.set_beam_width("2"), TypeError),  # type: ignore[arg-type]
+            ("float parents", lambda: kv.reorder_beams(wrong_parents), TypeError),
+            ("no such beam", lambda: kv.get_base_page_indices(0, kv.beam_width), ValueError),
+            ("no such group", lambda: kv.get_base_page_indices(1), ValueError),
+            ("past the end", lambda: m.slot_mapping([kv], kv.capacity + 1, start=[0]), ValueError),
+            ("resume twice", kv.resume, StateError),
+            ("open caches", m.shutdown, StateError),
+            ("too short a row", lambda: self._bind_short(pair), (ValueError, TypeError)),
+        ]
+
+    def _bind_short(self, pair: Pair) -> None:
+        row = np.empty(max(pair.model.num_blocks - 1, 0), np.int32 if pair.model.capacity else "i8")
+        pair.real.set_base_page_index_buf(0, 0, row if row.size else row.astype("f4").reshape(0, 1))
+
+    # -- the whole -----------------------------------------------------------------------------------
+
+    def step(self, name: str | None = None) -> str:
+        """Runs one action, drawn by weight unless named. Returns its name."""
+        name = name or self.draw.pick(DECK)
+        getattr(self, name)()
+        return name
+
+    def finish(self) -> None:
+        """Proves all content, closes everything and shuts down; nothing may be left."""
+        self.settle()
+        while self.lockstep.pairs:
+            self.lockstep.close(self.lockstep.pairs[-1])
+        free = [(stats.free, stats.total) for stats in self.manager.get_storage_statistics()]
+        _same("slots free at the end", [(total, total) for _, total in free], free)
+        self.manager.shutdown()
+
+
+WEIGHTS: Final = {
+    "create": 3,
+    "resume": 4,
+    "suspend": 2,
+    "close": 2,
+    "resize": 6,
+    "advance": 6,
+    "truncate": 3,
+    "widen": 4,
+    "reorder": 4,
+    "write": 6,
+    "decode": 5,
+    "look": 3,
+    "settle": 1,
+    "map": 1,
+    "bind": 1,
+    "misuse": 1,
+}
+"""How often each action is drawn."""
+
+DECK: Final = tuple(name for name, weight in WEIGHTS.items() for _ in range(weight))
+
+
+def _same(what: str, expected: object, got: object) -> None:
+    if expected != got:
+        raise OracleError(f"{what}: expected {expected}, got {got}")

@@ -1,0 +1,80 @@
+"""Managers for tests: small, with exact numbers of slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kvcore as k
+
+HALF = 1024  # bytes of a key or value page where nothing else is said
+
+
+def opaque_manager(
+    slots: int = 16, T: int = 4, layers: int = 1, device: Any = "host", **settings: Any
+) -> k.KVCacheManager:
+    """Opaque pages; every slot is 2 * HALF * layers bytes, and `slots` fit the quota exactly."""
+    slot_bytes = 2 * HALF * layers
+    assert slots * slot_bytes % 4096 == 0, "the quota would be rounded down to the grain"
+    config = k.KVCacheManagerConfig(
+        tokens_per_block=T,
+        cache_tiers=[k.GpuCacheTierConfig(quota=slots * slot_bytes)],
+        layers=[
+            k.AttentionLayerConfig(
+                layer_id=i, buffers=[k.BufferConfig(role=r, size=HALF) for r in ("key", "value")]
+            )
+            for i in range(layers)
+        ],
+        **settings,
+    )
+    return k.KVCacheManager(config, device=device)
+
+
+def typed_manager(
+    slots: int = 16,
+    T: int = 4,
+    layers: int = 2,
+    heads: int = 2,
+    dim: int = 8,
+    layout: str = "NHD",
+    device: Any = "host",
+    **settings: Any,
+) -> k.KVCacheManager:
+    """Typed float32 keys and values; about `slots` slots."""
+    size = T * heads * dim * 4
+    config = k.KVCacheManagerConfig(
+        tokens_per_block=T,
+        cache_tiers=[k.GpuCacheTierConfig(quota=-(-slots * 2 * layers * size // 4096) * 4096)],
+        layers=[
+            k.AttentionLayerConfig(
+                layer_id=i,
+                buffers=[
+                    k.BufferConfig(
+                        role=r, size=size, dtype="float32", shape=(heads, dim), layout=layout
+                    )
+                    for r in ("key", "value")
+                ],
+            )
+            for i in range(layers)
+        ],
+        **settings,
+    )
+    return k.KVCacheManager(config, device=device)
+
+
+def used(manager: k.KVCacheManager) -> int:
+    """Slots in use, over all pool groups."""
+    return sum(group.unavailable for group in manager.get_storage_statistics(0))
+
+
+def row(kv: k.KVCache, beam: int = 0) -> list[int]:
+    """One beam's page indices."""
+    return kv.get_base_page_indices(0, beam).tolist()
+
+
+def opened(manager: k.KVCacheManager, *capacities: int) -> list[k.KVCache]:
+    """Active caches of the given capacities."""
+    caches = manager.create_kv_caches([None] * len(capacities))
+    for kv, capacity in zip(caches, capacities, strict=True):
+        assert kv.resume()
+        assert kv.resize(capacity)
+    return caches
