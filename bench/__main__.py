@@ -83,10 +83,11 @@ def gpu() -> object | None:
     """The CUDA device, or None where there is none."""
     from kvcore.device import open_device
 
-    try:
-        return open_device("cuda")
-    except (ImportError, RuntimeError):
-        return None
+    device = open_device("auto")
+    if device.kind == "cuda":
+        return device
+    device.close()
+    return None
 
 
 def run_suite(

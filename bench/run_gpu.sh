@@ -34,8 +34,8 @@ step() { # step NAME COMMAND...: runs it with a log, notes its exit status
 }
 
 stamp() { # the machine, without its name
-    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv
-    "$python" -c "import json; from bench.environment import environment as e; print(json.dumps(e('run_gpu.sh'), indent=1))"
+    nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv || true
+    "$python" -m bench.environment
 }
 
 sanitize() { # sanitize TOOL
@@ -46,11 +46,19 @@ sanitize() { # sanitize TOOL
 
 printf '== environment\n'
 stamp | tee "$out/environment.txt"
+if ! "$python" -c 'from kvcore.device import open_device; open_device("cuda").close()'; then
+    echo "no GPU that kvcore can open: nothing was run"
+    exit 1
+fi
 for chosen in "${steps[@]}"; do
     case $chosen in
     tests) step tests "$python" -m pytest -p no:cacheprovider tests/gpu ;;
     bench) step bench "$python" -m bench kernels streams control import --json "$out/$name.json" ;;
-    demo) step demo "$python" -m kvcore.cli demo --device cuda --json ;;
+    demo)
+        # shellcheck disable=SC2016
+        step demo bash -o pipefail -c '"$0" -m kvcore.cli demo --device cuda --json | tee "$1"' \
+            "$python" "$out/$name-demo.json"
+        ;;
     memcheck | racecheck) sanitize "$chosen" ;;
     *)
         report+=("$chosen: no such step")

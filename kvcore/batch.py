@@ -45,6 +45,9 @@ class Batch:
         self.mapping: Array = device.empty((groups, max_tokens, 2), np.int32)
         self._views: dict[tuple[int, int], Array] = {}
         self._sequences: NDArray[np.intp] = np.empty(0, np.intp)
+        self._shape: tuple[NDArray[np.intp] | None, int] = (None, 0)  # what rows and ends describe
+        self._owner: NDArray[np.intp] = np.empty(0, np.intp)  # sequence of each row
+        self._count = -1  # tokens per row; -1: they differ
         self._stream: Stream | None = None
         self._joined: list[Stream] = []  # other streams this step runs on
 
@@ -90,10 +93,11 @@ class Batch:
             runtime.enter()
             tables = runtime.device_tables()
             sequences = runtime.resolve(kv_caches)
-            on = runtime.choose_stream(stream, runtime.streams_of(sequences))
+            owners = runtime.streams_of(sequences)
+            on = runtime.choose_stream(stream, owners)
             self._describe(sequences, num_tokens, start)
             self._await_last_step(on)
-            runtime.lend(sequences, on)
+            runtime.lend(sequences, on, owners)
             seqs, device = runtime.control.seqs, runtime.device
             tables.send(seqs.dirty, seqs.used_rows, self._staged, self._flat_words, on)
             rows, starts, ends = self._parts
@@ -119,27 +123,36 @@ class Batch:
     def _describe(
         self, sequences: NDArray[np.intp], num_tokens: int | ArrayLike, start: ArrayLike | None
     ) -> None:
-        """Writes rows, starts and ends of the step into the host's words."""
-        runtime = self._runtime
+        """Writes rows, starts and ends of the step into the host's words.
+
+        Rows and ends are kept from the step before where the sequences are the very same.
+        """
+        runtime, words = self._runtime, self._words
         starts, counts = runtime.ranges(sequences, num_tokens, start)
-        rows, owner = runtime.control.batch_rows(sequences)
-        if owner.size != sequences.size:
-            starts, counts = starts[owner], counts[owner]
-        ends = np.cumsum(counts)
-        size, total = rows.size, int(ends[-1]) if ends.size else 0
-        if size > self.max_rows or total > self.max_tokens:
+        shape = (sequences, runtime.control.seqs.rows_version)
+        same = shape[0] is self._shape[0] and shape[1] == self._shape[1]
+        rows, owner = (None, self._owner) if same else runtime.control.batch_rows(sequences)
+        size = owner.size
+        if not (same and type(counts) is int and counts == self._count):
+            ends = np.cumsum(np.broadcast_to(counts, sequences.shape)[owner])
+            total = int(ends[-1]) if size else 0
+            self._check_room(size, total)
+            words[ENDS, :size], words[ENDS, size:] = ends, total
+            self.num_tokens = total
+        if rows is not None:
+            words[ROWS, :size], words[ROWS, size:] = rows, NO_SLOT
+        words[STARTS, :size] = starts if size == sequences.size else starts[owner]
+        self.num_rows, self._owner, self._shape = size, owner, shape
+        self._count = counts if type(counts) is int else -1
+
+    def _check_room(self, rows: int, tokens: int) -> None:
+        if rows > self.max_rows or tokens > self.max_tokens:
             raise wrong(
                 "kv_caches",
                 f"at most max_rows={self.max_rows} rows and max_tokens={self.max_tokens} tokens",
-                f"{size} rows and {total} tokens",
+                f"{rows} rows and {tokens} tokens",
                 "create a larger batch",
             )
-        words = self._words
-        words[ROWS, :size], words[STARTS, :size], words[ENDS, :size] = rows, starts, ends
-        if size < self.num_rows:
-            words[ROWS, size:] = NO_SLOT
-        words[ENDS, size:] = total
-        self.num_rows, self.num_tokens = size, total
 
     # -- operations: may be captured in a graph ----------------------------------------------------
 
@@ -271,7 +284,8 @@ class Batch:
         if on is not prepared and on not in self._joined:
             with self._runtime.lock:
                 on.wait(prepared.record())
-                self._runtime.lend(self._sequences, on)
+                owners = self._runtime.streams_of(self._sequences)
+                self._runtime.lend(self._sequences, on, owners)
             self._joined.append(on)
         return on
 

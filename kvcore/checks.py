@@ -12,10 +12,13 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvcore.errors import wrong, wrong_type
 
 T = TypeVar("T")
+
+LONGEST = 1 << 30  # tokens; positions and page indices stay within int32
 
 
 def as_int(
@@ -122,3 +125,21 @@ def as_tuple(
         if not isinstance(item, kind):
             raise wrong_type(f"{name}[{index}]", what, item)
     return items
+
+
+def token_counts(name: str, values: int | ArrayLike, size: int) -> int | NDArray[np.int32]:
+    """A number of tokens for all sequences, or one each, as what adds to an int32 array.
+
+    >>> token_counts("n", 1, 3), token_counts("n", (1, 2, 0), 3)
+    (1, array([1, 2, 0], dtype=int32))
+    """
+    if type(values) is int:
+        return as_int(name, values, 0, LONGEST)
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise wrong_type(name, "an int or an array of ints", values)
+    if array.ndim > 1 or (array.ndim == 1 and array.size != size):
+        raise wrong(name, f"{size} entries, one per cache", array.shape)
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= LONGEST:
+        raise wrong(name, f"values in [0, {LONGEST}]", values)
+    return array.astype(np.int32)

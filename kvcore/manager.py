@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcore.batch import Batch
-from kvcore.checks import as_int, as_optional_int
+from kvcore.checks import LONGEST, as_int, as_optional_int, token_counts
 from kvcore.config import KVCacheManagerConfig, ReuseScope
 from kvcore.device import open_device
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.kv_cache import KVCache
 from kvcore.pools import PoolQueries
-from kvcore.startup import LONGEST, open_runtime, refuse_unbuilt
+from kvcore.startup import open_runtime, refuse_unbuilt
 
 if TYPE_CHECKING:
     from kvcore.device.base import Device
@@ -199,9 +199,9 @@ class KVCacheManager(PoolQueries):
                 return True
             seqs = runtime.control.seqs
             capacity = seqs.capacity[sequences]
-            capacity = capacity + _counts("n", n, sequences.size)
+            capacity = capacity + token_counts("n", n, sequences.size)
             if history is not None:
-                new_history = _counts("history", history, sequences.size)
+                new_history = token_counts("history", history, sequences.size)
                 _check_history(new_history, seqs.history[sequences], capacity)
             over = (capacity > seqs.limit[sequences]).nonzero()[0]
             if over.size and not runtime.grow(sequences[over], capacity[over]):
@@ -237,7 +237,7 @@ class KVCacheManager(PoolQueries):
                 return
             seqs = runtime.control.seqs
             wanted = np.broadcast_to(
-                _counts("capacities", capacities, sequences.size), sequences.shape
+                token_counts("capacities", capacities, sequences.size), sequences.shape
             )
             low, high = seqs.history[sequences], seqs.capacity[sequences]
             bad = np.flatnonzero((wanted < low) | (wanted > high))
@@ -298,7 +298,9 @@ class KVCacheManager(PoolQueries):
             sequences = runtime.resolve(kv_caches)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
             rows, owner = runtime.control.batch_rows(sequences)
-            return runtime.control.map_tokens(rows, starts[owner], counts[owner], layer_group)
+            first = starts.astype(np.int64)[owner]
+            per_row = np.broadcast_to(np.asarray(counts, np.int64), sequences.shape)[owner]
+            return runtime.control.map_tokens(rows, first, per_row, layer_group)
 
     def create_batch(self, max_rows: int, max_tokens: int) -> Batch:
         """A fixed place on the device for what a step needs to know of its sequences.
@@ -341,20 +343,6 @@ class KVCacheManager(PoolQueries):
             runtime.close()
             if self._owns_device:
                 self.device.close()
-
-
-def _counts(name: str, values: int | ArrayLike, size: int) -> int | Int32:
-    """A token count for all, or one per sequence, as what adds to an int32 array."""
-    if type(values) is int:
-        return as_int(name, values, 0, LONGEST)
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu":
-        raise wrong_type(name, "an int or an array of ints", values)
-    if array.ndim > 1 or (array.ndim == 1 and array.size != size):
-        raise wrong(name, f"{size} entries, one per cache", array.shape)
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= LONGEST:
-        raise wrong(name, f"values in [0, {LONGEST}]", values)
-    return array.astype(np.int32)
 
 
 def _check_history(new: int | Int32, old: Int32, capacity: Int32) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcore.checks import as_int
+from kvcore.control.sizing import max_seq_len_that_fits
 from kvcore.errors import wrong_type
 from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
 from kvcore.layout import PageIndexConverter, aggregate
@@ -121,6 +122,34 @@ class PoolQueries:
         """Bytes of memory that the pools of a level occupy."""
         self._check_level(level)
         return sum(memory.nbytes for pools in self._runtime.pools for memory in pools)
+
+    def clamp_max_seq_len_for_mem(
+        self,
+        batch_size: int,
+        bound: int,
+        *,
+        system_prompt_length: int = 0,
+        beam_width: int = 1,
+        prompt_length: int | None = None,
+        max_step_tokens: int = 1,
+    ) -> int:
+        """The longest one sequence can become in the pools beside `batch_size - 1` minimal ones.
+
+        See `kvcore.control.sizing.max_seq_len_that_fits`, which counts with the same demand function
+        as the sizes of the pools. At most `bound` tokens; 0 if not even one block fits.
+        """
+        runtime = self._runtime
+        return max_seq_len_that_fits(
+            runtime.layout,
+            runtime.config,
+            [slots.capacity for slots in runtime.control.slots],
+            bound=bound,
+            batch_size=batch_size,
+            system_prompt_length=system_prompt_length,
+            beam_width=beam_width,
+            prompt_length=prompt_length,
+            max_step_tokens=max_step_tokens,
+        )
 
     def get_mem_pool_base_address(
         self, layer_id: int, role: str, mode: PageIndexMode = PageIndexMode.SHARED

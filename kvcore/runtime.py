@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcore.bound_rows import BoundRows
+from kvcore.checks import token_counts
 from kvcore.control.plane import ControlPlane
 from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, PageStack, Stream
@@ -171,6 +172,8 @@ class Runtime:
 
     def streams_of(self, sequences: Index) -> list[Stream]:
         """The distinct streams of resumed sequences."""
+        if len(self._streams) == 2 and sequences.size:  # the usual case: everyone on one stream
+            return self._streams[1:]  # type: ignore[return-value]
         numbers = self.control.seqs.stream[sequences]
         if numbers.size and numbers.min() == numbers.max():
             distinct = [int(numbers[0])]
@@ -191,9 +194,12 @@ class Runtime:
             "stream", "a stream, since the sequences share none", None, "pass stream= to this call"
         )
 
-    def lend(self, sequences: Index, stream: Stream) -> None:
-        """Lets `stream` use pages of sequences bound elsewhere, after their own earlier work."""
-        owners = self.streams_of(sequences)
+    def lend(self, sequences: Index, stream: Stream, owners: list[Stream]) -> None:
+        """Lets `stream` use pages of sequences bound to `owners`, after all earlier work on them."""
+        if self._lent:
+            for sequence in sequences.tolist():
+                if any(other is not stream for other in self._lent.get(sequence, ())):
+                    self.come_home(sequence)
         if owners == [stream]:
             return
         for owner in owners:
@@ -332,21 +338,22 @@ class Runtime:
 
     def ranges(
         self, sequences: Index, num_tokens: int | ArrayLike, start: ArrayLike | None
-    ) -> tuple[Int64, Int64]:
-        """First position and number of positions of each sequence, inside its capacity."""
+    ) -> tuple[Int32, int | Int32]:
+        """First position of each sequence, and the number of positions, inside its capacity."""
         seqs = self.control.seqs
-        counts = np.broadcast_to(np.asarray(num_tokens, np.int64), sequences.shape)
+        counts = token_counts("num_tokens", num_tokens, sequences.size)
         if start is None:
-            starts: Int64 = seqs.history[sequences].astype(np.int64)
+            starts: Int32 = seqs.history[sequences]
         else:
-            starts = np.broadcast_to(np.asarray(start, np.int64), sequences.shape)
-        bad = (starts + counts > seqs.capacity[sequences]) | (counts < 0) | (starts < 0)
+            first = token_counts("start", start, sequences.size)
+            starts = np.broadcast_to(np.asarray(first, np.int32), sequences.shape)
+        bad = starts + counts > seqs.capacity[sequences]
         if np.count_nonzero(bad):
             i = int(np.argmax(bad))
             raise wrong(
-                f"start[{i}], num_tokens[{i}]",
-                f"a range inside the capacity of {seqs.capacity[sequences[i]]} tokens",
-                (int(starts[i]), int(counts[i])),
+                f"start[{i}] + num_tokens[{i}]",
+                f"at most the capacity of {seqs.capacity[sequences[i]]} tokens",
+                int((starts + counts)[i]),
             )
         return starts, counts
 

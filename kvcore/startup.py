@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcore.checks import LONGEST
 from kvcore.config import KVCacheManagerConfig
 from kvcore.control.plane import ControlPlane
 from kvcore.control.sequences import TableShape
@@ -12,7 +13,6 @@ from kvcore.layer_config import AttentionLayerConfig, SsmLayerConfig
 from kvcore.layout import Layout, build_layout
 from kvcore.runtime import Runtime
 
-LONGEST = 1 << 30  # tokens; positions and page indices stay within int32
 MOST_ROWS = 1 << 16  # rows reserved by default
 
 

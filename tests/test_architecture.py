@@ -193,6 +193,20 @@ def test_no_code_file_is_longer_than_400_lines():
     assert len(lengths) > 10
 
 
+def test_no_function_is_longer_than_40_lines():
+    """Without its docstring, which may be as long as it needs to be."""
+    found = {}
+    for path in (path for path in FILES if path.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                documented = ast.get_docstring(node, clean=False) is not None
+                docs = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
+                lines = node.end_lineno - node.lineno + 1 - docs
+                if lines > 40:
+                    found[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert found == {}
+
+
 def test_no_bare_assert_guards_the_library():
     """`python -O` removes asserts; only the oracle, which is a test, may use them."""
     found = [

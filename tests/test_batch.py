@@ -199,7 +199,7 @@ def run_on_another_stream(seed: int, *, forget: str | None = None) -> bool:
     step.prepare([kv], 4)
     step.append(0, {"key": first, "value": first})
     if forget == "lend":
-        runtime.lend = lambda sequences, stream: None
+        runtime.lend = lambda sequences, stream, owners: None
     on_lent.prepare([kv], 4, stream=lent)
     keys, _ = on_lent.gather(0)
     if forget == "come home":

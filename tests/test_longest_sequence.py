@@ -91,6 +91,29 @@ def test_beams_multiply_what_follows_the_prompt():
     assert longest([(FULL, 1)], (100,), 10**6, **arguments) == 25 * 32
 
 
+def test_the_beams_of_the_others_count_too():
+    arguments = {"beam_width": 4, "config": {"max_beam_width": 4}, "batch_size": 3}
+    # Two others hold a page per beam: 92 of 100 slots remain, 23 blocks of 4 beams.
+    assert longest([(FULL, 1)], (100,), 10**6, **arguments) == 23 * 32
+    # Behind a shared block it is one slot for all and 4 a block: 1 + 8 + 4 * 22 = 97.
+    assert longest([(FULL, 1)], (100,), 10**6, system_prompt_length=32, **arguments) == 23 * 32
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"bound": -1},
+        {"batch_size": 0},
+        {"beam_width": 0},
+        {"system_prompt_length": -1},
+        {"max_step_tokens": -1},
+    ],
+)
+def test_bad_questions(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        longest([(FULL, 1)], (4,), **({"bound": 10} | bad))
+
+
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 50), st.integers(1, 9))
 def test_every_step_up_to_the_answer_fits_and_the_next_does_not(slots, width, window, T):
     groups = [(FULL, 1), ((window, None), 1)]

@@ -135,9 +135,9 @@ def test_slot_mapping_of_a_ragged_batch_with_beams():
     assert d0[0] == d1[0]
     assert offsets.tolist() == [3, 0, 1] * 2
     assert [x.size for x in m.slot_mapping([prefill], 0)] == [0, 0]
-    for wrong in ({"num_tokens": 7}, {"num_tokens": 1, "start": -1}, {"num_tokens": 1, "start": 6}):
-        with pytest.raises(ValueError, match="capacity"):
-            m.slot_mapping([prefill], **wrong)
+    for num_tokens, start, said in ((7, 0, "capacity of 6"), (1, -1, "start"), (1, 6, "capacity")):
+        with pytest.raises(ValueError, match=said):
+            m.slot_mapping([prefill], num_tokens, start=start)
 
 
 def test_bound_rows_follow_every_change():

@@ -1,4 +1,4 @@
-"""The `kvcore` command: `kvcore demo`, `kvcore bench`. Needs the `cli` extra; says so if it is missing."""
+"""The `kvcore` command. Needs the `cli` extra and says so if it is missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ EXTRA = ("typer", "rich", "safetensors")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (default: the process's) and returns its exit status.
 
-    0: done; 1: the demo's check failed, or a benchmark missed its bar; 2: something about the call was
-    wrong and one line on standard error says what; 130: interrupted.
+    0: done; 1: the demo's check failed, or a benchmark missed its bar; 2: something about the call
+    was wrong and one line on standard error says what; 130: interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that lacks a character shows ?, not a traceback
+        if hasattr(stream, "reconfigure"):
+            # A terminal that lacks a character shows ? instead of a traceback.
             stream.reconfigure(errors="replace")
     try:
         from kvcore.cli.app import run

@@ -1,4 +1,4 @@
-"""The commands and their options. What they need is imported when they run, so that help is fast."""
+"""The commands and their options. What they need is imported as they run: help is fast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import kvcore
+from kvcore.cli import EXTRA
 from kvcore.errors import KVCoreError
 
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -24,7 +25,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             given, prog_name="kvcore", standalone_mode=False
         )
     except (ValueError, ImportError, KVCoreError) as error:
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in EXTRA:
             raise
         return complain(error)
     except (KeyboardInterrupt, typer.Abort):
@@ -73,9 +74,7 @@ def top(
 
 
 def demo(
-    prompt: Annotated[
-        str, typer.Option(help="What the text begins with.")
-    ] = "Let not your heart",
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "Let not your heart",
     beam_width: Annotated[int, typer.Option(help="Hypotheses the beam search follows.")] = 4,
     device: Annotated[str, typer.Option(help="auto, host, cuda or cuda:N.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="Bytes to generate.")] = 160,
@@ -83,17 +82,15 @@ def demo(
 ) -> int:
     """Completes a prompt with a small decoder whose K/V live in kvcore pages.
 
-    Greedily and by beam search, in NumPy or CuPy. Every step's logits are checked against a run with
-    a dense cache.
+    Greedily and by beam search, in NumPy or CuPy. Every step's logits are checked against a run
+    with a dense cache.
     """
     from kvcore.cli.live import watching
     from kvcore.cli.show import show
     from kvcore.demo.report import as_json as document
     from kvcore.demo.run import Settings, run_demo
 
-    settings = Settings(
-        prompt=prompt, beam_width=beam_width, max_tokens=max_tokens, device=device
-    )
+    settings = Settings(prompt=prompt, beam_width=beam_width, max_tokens=max_tokens, device=device)
     with watching(settings) as on_step:
         report = run_demo(settings, on_step)
     if as_json:

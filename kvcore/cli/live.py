@@ -24,9 +24,7 @@ def watching(settings: Settings) -> Iterator[Callable[[Progress], None]]:
         yield lambda _: None
         return
     view = _View(settings)
-    with Live(
-        console=console, get_renderable=view.render, refresh_per_second=15, transient=True
-    ):
+    with Live(console=console, get_renderable=view.render, refresh_per_second=15, transient=True):
         yield view.take
 
 
@@ -55,9 +53,7 @@ class _View:
         if progress.step == 1 and self._text:
             self._current = 1
         self._text = printable(progress.text)
-        self._bars.update(
-            self._tasks[self._current], completed=progress.step, pages=progress.pages
-        )
+        self._bars.update(self._tasks[self._current], completed=progress.step, pages=progress.pages)
 
     def render(self) -> Group:
         """The present picture."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
-
-from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -14,14 +11,16 @@ import kvcore
 from kvcore.demo.run import Hypothesis, Report, Search
 from kvcore.demo.stores import TOKENS_PER_BLOCK
 
+WIDEST = 100  # columns; wider lines are hard to read
+ELLIPSIS = ("…", "dim")
 SHARED, PRIVATE = "cyan", "bold yellow"
 
 
 def printable(text: str) -> str:
     """`text` without characters that would move the terminal's cursor.
 
-    >>> printable("a\\x1b[2Jb")
-    'a\\ufffd[2Jb'
+    >>> printable("a" + chr(27) + "[2Jb") == "a" + chr(0xFFFD) + "[2Jb"
+    True
     """
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
@@ -32,16 +31,28 @@ def size(count: float) -> str:
     >>> size(191692800), size(3), size(48 * 1024)
     ('182.8 MiB', '3 B', '48.0 KiB')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{count:.1f} GiB"
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> plural(1, "page"), plural(2, "page")
+    ('1 page', '2 pages')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def show(report: Report, console: Console | None = None) -> None:
     """Prints the report to standard output, or to `console`."""
     out = Console(highlight=False) if console is None else console
+    out.width = min(out.width, WIDEST)
     prompt = printable(report.settings.prompt)
     out.print(_header(report))
     out.print(_greedy(prompt, report.greedy))
@@ -51,67 +62,70 @@ def show(report: Report, console: Console | None = None) -> None:
     out.print(_verdict(report))
 
 
+def _panel(content: RenderableType, title: str, color: str, note: str | None = None) -> Panel:
+    return Panel(
+        content,
+        title=f"[bold]{title}[/]",
+        title_align="left",
+        subtitle=note,
+        subtitle_align="right",
+        border_style=color,
+        padding=(0, 1),
+    )
+
+
+def _table(*names: str) -> Table:
+    """A table whose first column is wide and whose others hold numbers."""
+    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    for name in names:
+        first = not table.columns
+        table.add_column(name, ratio=1 if first else None, justify="left" if first else "right")
+    return table
+
+
 def _header(report: Report) -> Panel:
     shape, training = report.weights.shape, report.weights.training
-    return Panel(
-        Group(
-            Text.assemble(
-                (f"{training['parameters'] / 1e6:.2f} M", "bold"),
-                f" parameter byte-level decoder: {shape.layers} layers, {shape.heads} query heads on "
-                f"{shape.kv_heads} KV heads, RoPE",
-            ),
-            Text(
-                f"{training['text']}; {training['held_out_bits_per_byte']:.2f} bits per byte on "
-                "held-out chapters",
-                style="dim",
-            ),
-            Text.assemble(
-                (report.device, "bold"),
-                f", pages of {TOKENS_PER_BLOCK} tokens and {size(report.beam.page_bytes)}",
-            ),
-        ),
-        title=f"[bold]kvcore {kvcore.__version__}[/] demo",
-        title_align="left",
-        border_style="blue",
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row(
+        "model",
+        f"byte-level decoder, {training['parameters'] / 1e6:.2f} M parameters, "
+        f"{shape.layers} layers, {shape.heads} query heads on {shape.kv_heads} KV heads",
     )
+    bits = training["held_out_bits_per_byte"]
+    facts.add_row("text", f"{training['text']}; {bits:.2f} bits per byte on held-out chapters")
+    facts.add_row("device", report.device)
+    facts.add_row("pages", f"{TOKENS_PER_BLOCK} tokens, {size(report.beam.page_bytes)}")
+    facts.columns[0].style = "dim"
+    return _panel(facts, f"kvcore {kvcore.__version__} demo", "blue")
 
 
 def _greedy(prompt: str, search: Search) -> Panel:
     best = search.hypotheses[0]
-    return Panel(
-        Text.assemble((prompt, "bold"), printable(best.text)),
-        title="[bold]greedy[/]",
-        title_align="left",
-        subtitle=f"score {best.score:.3f}",
-        subtitle_align="right",
-        border_style="green",
-    )
+    text = Text.assemble((prompt, "bold"), printable(best.text), ELLIPSIS)
+    return _panel(text, "greedy", "green", f"score {best.score:.3f}")
 
 
 def _hypotheses(prompt: str, search: Search) -> Panel:
-    table = Table(box=None, expand=True, pad_edge=False, show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(ratio=1)
+    """The best hypothesis in full colour; the others bright from where they leave it."""
+    table = Table(box=None, show_header=False, pad_edge=False)
     texts = [printable(beam.text) for beam in search.hypotheses]
-    common = len(commonprefix(texts)) if len(texts) > 1 else 0
-    for beam, text in zip(search.hypotheses, texts, strict=True):
-        first = table.row_count == 0
-        shown = Text.assemble(
-            (prompt, "bold" if first else "dim"),
-            (text[:common], "" if first else "dim"),
-            (text[common:], "yellow" if common else ""),
-        )
-        table.add_row(Text(f"{beam.score:.3f}", style="bold"), shown)
-        if table.row_count < len(texts):
-            table.add_row("", "")
-    return Panel(
-        table,
-        title=f"[bold]beam search, width {len(texts)}[/]",
-        title_align="left",
-        subtitle="score: mean log-probability per byte",
-        subtitle_align="right",
-        border_style="green",
-    )
+    for number, (beam, text) in enumerate(zip(search.hypotheses, texts, strict=True)):
+        score = Text(f"{beam.score:.3f}", "bold")
+        if number == 0:
+            table.add_row(score, Text.assemble((prompt, "bold"), text, ELLIPSIS))
+        else:
+            same = _equal(texts[0], text)
+            shown = Text.assemble((prompt + text[:same], "dim"), text[same:], ELLIPSIS)
+            table.add_row("")
+            table.add_row(score, shown)
+    title = f"beam search, width {len(texts)}"
+    return _panel(table, title, "green", "score: mean log-probability per byte, nats")
+
+
+def _equal(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _row(beam: Hypothesis) -> Text:
@@ -120,73 +134,46 @@ def _row(beam: Hypothesis) -> Text:
     return Text(" ").join(Text(f"{page}", SHARED if held else PRIVATE) for page, held in parts)
 
 
-def _pages(search: Search) -> Table:
-    saved = search.pages_unshared / search.pages_in_use
-    table = Table(
-        title="Page table: slots of every beam's blocks",
-        title_justify="left",
-        title_style="bold",
-        caption=f"{search.pages_in_use} pages hold what separate beams would keep in "
-        f"{search.pages_unshared} ({saved:.1f}× less memory)",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        expand=True,
-    )
-    table.add_column("beam", justify="right")
-    table.add_column(
-        Text.assemble(("shared", SHARED), " and ", ("private", PRIVATE), " pages"), ratio=1
-    )
-    table.add_column("shared", justify="right", style=SHARED)
-    table.add_column("private", justify="right", style=PRIVATE)
-    for number, beam in enumerate(search.hypotheses):
-        table.add_row(f"{number}", _row(beam), f"{beam.shared_pages}", f"{beam.private_pages}")
-    return table
+def _pages(search: Search) -> Panel:
+    table = _table("slots of each beam's blocks, first to last", "shared", "private")
+    table.columns[1].style, table.columns[2].style = SHARED, PRIVATE
+    for beam in search.hypotheses:
+        table.add_row(_row(beam), f"{beam.shared_pages}", f"{beam.private_pages}")
+    used, apart = search.pages_in_use, search.pages_unshared
+    saved = f"{plural(used, 'page')} instead of {apart}: {apart / used:.1f}× less memory"
+    return _panel(table, "page table", "cyan", saved if apart > used else None)
 
 
-def _moved(search: Search) -> Table:
-    paged, dense = search.paged_moved, search.dense_moved
-    table = Table(
-        title="Following the beams: bytes moved",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        expand=True,
-    )
-    table.add_column("cache", ratio=1)
-    table.add_column("moved", justify="right")
-    table.add_column("per step", justify="right")
-    table.add_column("", justify="right")
-    detail = f"kvcore: {paged.pages} page copies, {paged.cells} table cells"
+def _moved(search: Search) -> Panel:
+    paged, dense, steps = search.paged_moved, search.dense_moved, search.check.steps
+    table = _table("what following the beams moves", "bytes", "per step", "")
+    detail = f"{plural(paged.pages, 'page')} copied, {plural(paged.cells, 'table cell')} written"
     for name, count, style in (
-        ("dense, all rows indexed with the parents", dense.bytes, ""),
-        ("dense, only rows that change", dense.changed_bytes, ""),
-        (detail, paged.bytes, "bold green"),
+        ("dense cache, indexed with the parents", dense.bytes, ""),
+        ("dense cache, only rows that change", dense.changed_bytes, ""),
+        (f"kvcore: {detail}", paged.bytes, "bold green"),
     ):
         ratio = f"{count / paged.bytes:.0f}×" if paged.bytes and count else ""
-        table.add_row(name, size(count), size(count / search.check.steps), ratio, style=style)
-    return table
+        table.add_row(name, size(count), size(count / steps), ratio, style=style)
+    return _panel(table, "bytes moved", "cyan")
 
 
 def _verdict(report: Report) -> Panel:
     checks = (report.greedy.check, report.beam.check)
     steps, worst = sum(c.steps for c in checks), max(c.max_abs_diff for c in checks)
     if report.passed:
-        exact = all(c.bit_equal for c in checks)
-        how = "bit for bit" if exact else f"within {worst:.1e}"
-        line = Text(f"✓ logits of all {steps} steps equal a dense cache's, {how}", style="bold green")
+        how = "bit for bit" if all(c.bit_equal for c in checks) else f"within {worst:.1e}"
+        line = Text(f"✓ the logits of all {steps} steps equal a dense cache's, {how}", "bold green")
     else:
-        line = Text(f"✗ logits differ from a dense cache's by up to {worst:.1e}", style="bold red")
-    return Panel(
-        Group(line, Text(f"{_speed(report)}; {report.seconds:.1f} s in all, dense runs included")),
-        border_style="green" if report.passed else "red",
+        line = Text(f"✗ logits differ from a dense cache's by up to {worst:.1e}", "bold red")
+    table = _table("tokens/s", "kvcore", "dense")
+    for name, search in (("greedy", report.greedy), ("beam search, all beams", report.beam)):
+        rates = (search.generated / s for s in (search.paged_seconds, search.dense_seconds))
+        table.add_row(name, *(f"{rate:,.0f}" for rate in rates))
+    remark = Text(
+        "The demo's attention is array code, so it gathers the pages first; a paged kernel reads "
+        "them in place.",
+        "dim",
     )
-
-
-def _speed(report: Report) -> str:
-    searches = (report.greedy, report.beam)
-    rates = [f"{s.generated / s.paged_seconds:,.0f}" for s in searches]
-    dense = [f"{s.generated / s.dense_seconds:,.0f}" for s in searches]
-    return (
-        f"tokens/s: greedy {rates[0]} (dense {dense[0]}), "
-        f"beam search {rates[1]} in all beams (dense {dense[1]})"
-    )
+    note = f"{report.seconds:.1f} s in all"
+    return _panel(Group(line, table, remark), "check", "green" if report.passed else "red", note)

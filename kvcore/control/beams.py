@@ -124,3 +124,4 @@ def _resize_rows(control: ControlPlane, sequence: int, width: int, ticket: Ticke
         seqs.rows[sequence, width:before] = -1
         seqs.give_rows(gone.tolist())
     seqs.width[sequence] = width
+    seqs.rows_version += width != before

@@ -64,6 +64,7 @@ class SequenceTable:
         self.cells: Int32 = self.table.reshape(-1)
         self.row_stride = shape.num_groups * shape.max_blocks
         self.used_rows = 0  # rows initialised so far
+        self.rows_version = 0  # changes when a sequence that stays gets other rows
         self.parked: dict[int, Int32] = {}  # sequence -> [beam, layer group, ordinal]
         self.dirty: list[DirtyCells] = []
         self._free_sequences = list(range(n - 1, -1, -1))

@@ -38,7 +38,7 @@ def layer_group_weights(layout: Layout, config: KVCacheManagerConfig) -> tuple[F
     `constraints` with floors and headroom; one sequence of 2049 tokens.
     """
     if config.initial_pool_ratio is not None:
-        return _normalised([Fraction(ratio) for ratio in config.initial_pool_ratio])
+        return _normalised([_exact(ratio) for ratio in config.initial_pool_ratio])
     if config.typical_step is None and config.constraints:
         slots = _constrained_slots(layout, config)
     else:
@@ -180,11 +180,8 @@ def max_seq_len_that_fits(
     bound, batch_size = as_int("bound", bound, 0), as_int("batch_size", batch_size, 1)
     step = as_int("max_step_tokens", max_step_tokens, 0)
     size = layout.tokens_per_block
-    shared = system_prompt_length // size * size
-    prompt = max(prompt_length or 0, shared)
-    small = KVCacheDesc(
-        capacity=shared + 1, history_length=shared, beam_width=beam_width, prompt_length=shared
-    )
+    shared = as_int("system_prompt_length", system_prompt_length, 0) // size * size
+    small = KVCacheDesc(capacity=shared + 1, history_length=shared, beam_width=beam_width)
     low, high = 0, div_ceil(bound, size)
     while low < high:  # the answer is in [low, high]
         blocks = (low + high + 1) // 2
@@ -193,7 +190,7 @@ def max_seq_len_that_fits(
             capacity=last,
             history_length=max(0, last - step),
             beam_width=beam_width,
-            prompt_length=prompt,
+            prompt_length=prompt_length,
         )
         fits = _fits(layout, config, slots, (long, small), batch_size, shared)
         low, high = (blocks, high) if fits else (low, blocks - 1)

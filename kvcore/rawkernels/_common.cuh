@@ -1,8 +1,8 @@
 // Pasted in front of every kernel source before it is compiled: CuPy's cache of binaries sees the
 // text it compiles, not the contents of our includes. Sizes are bytes unless a name says otherwise.
 //
-// All kernels are data movers made of independent threads: no shared memory, no barriers, no warp
-// votes. So the same text also compiles as plain C++ for the tests (tests/cpu_shim.h).
+// All kernels are made of independent threads: no shared memory, no barriers, no warp votes. So the
+// same text also compiles as plain C++ for the tests (tests/cpu_shim.h).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,15 +17,21 @@ typedef unsigned long long u64;
 #define THREADS 128  // threads of a block
 #endif
 #ifndef VECTORS
-#define VECTORS 2  // units each thread moves; all loads are in flight before the first store
+#define VECTORS 2  // units each thread moves; all its loads come before its first store
 #endif
-#ifndef CHUNK
 #define CHUNK (THREADS * VECTORS)  // units each block moves
+
+#ifndef STREAM_STORES
+#define STREAM_STORES 1  // stores evict first, for bulk moves; 0 keeps lines in L2 for readers
 #endif
+
+// Every kernel takes one struct by value: the host packs it once and the launch copies it.
+#define KERNEL(NAME, ARGS) \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS a)
 
 // ---- vectors ------------------------------------------------------------------------------------
 
-// The widest access that every address, stride and row length of a launch allows; the host picks it.
+// The widest access that all addresses, strides and row lengths allow; the host picks it.
 template <int BYTES> struct Unit;
 template <> struct Unit<16> { typedef uint4 type; };
 template <> struct Unit<8> { typedef uint2 type; };
@@ -45,10 +51,6 @@ template <typename T> __device__ __forceinline__ T load_once(u64 address) {
     return __ldcs(reinterpret_cast<const T*>(address));
 }
 
-// STREAM_STORES: evict first, for bulk moves. Without it the line stays in L2 for the next reader.
-#ifndef STREAM_STORES
-#define STREAM_STORES 1
-#endif
 template <typename T> __device__ __forceinline__ void store(u64 address, const T& value) {
 #if STREAM_STORES
     __stcs(reinterpret_cast<T*>(address), value);
@@ -59,7 +61,7 @@ template <typename T> __device__ __forceinline__ void store(u64 address, const T
 
 // ---- division -----------------------------------------------------------------------------------
 
-// n / div for 0 <= n < 2^31 and 1 <= div < 2^31 without a division; the host chose mul and shift.
+// n / div for 0 <= n < 2^31 and 1 <= div < 2^31 without a division: the host chose mul and shift.
 struct Divider {
     u32 mul;
     u32 shift;
@@ -72,42 +74,44 @@ __device__ __forceinline__ u32 quotient(u32 n, const Divider& by) {
 
 // ---- tokens in pages ----------------------------------------------------------------------------
 
-#define MAX_ROLES 4
+#define MAX_ROLES 4  // roles of one launch; more take several
 
-// Where one layer and role of a stack lies. In device memory, so that a pool can grow under a graph.
+// Where one layer and role of a stack lies. In device memory, so that pools can grow under a graph.
 struct Place {
     u64 base;        // address of the buffer in slot 0
     i64 slot_bytes;  // from slot to slot
-    i64 num_slots;   // slots backed by memory now
+    i64 num_slots;   // slots that every pool of the stack has now
     i64 reserved;    // keeps an entry at 32 bytes
 };
 
-// One caller's array [layer, token, head, dim]: address and byte strides, which may be negative.
-struct Strided {
-    u64 base;
-    i64 layer;
-    i64 token;
-    i64 head;
-    i64 item;
+// How tokens lie in the pages of a stack.
+struct Pages {
+    const Place* places;  // [num_layers, num_roles]
+    i64 page_bytes;       // from sub-page to sub-page of a slot
+    i64 token_stride;     // from token to token of a sub-page
+    i64 head_stride;      // from head to head of a token
+    Divider page_tokens;  // tokens of a sub-page
+    u32 slot_tokens;      // tokens of a slot
+    u32 num_roles;        // roles of the stack
+    u32 first_role;       // the stack's role that grid.y = 0 stands for
 };
 
-// The arguments of append and gather. A token is cut into units of equal size; units of one head
-// lie side by side in the page, and in runs of `item_units` in the caller's array.
+// The arguments of append and gather. A token is cut into units of equal size: the units of a head
+// lie side by side in its page, and in runs of `item_units` in the caller's array.
 struct TokenArgs {
-    const Place* places;  // [num_layers, num_roles]
-    const i32* mapping;   // [num_tokens, 2]: slot, token within the block
-    u32 num_units;        // num_tokens * token_units.div, below 2^31
-    u32 num_roles;        // roles of the stack
-    u32 first_role;       // the role that arrays[0] belongs to
-    u32 slot_tokens;      // tokens of a slot
-    Divider token_units;  // units of a token
-    Divider head_units;   // units of a head
-    Divider item_units;   // units of a run in the caller's array
-    Divider page_tokens;  // tokens of a sub-page
-    i64 page_bytes;       // from sub-page to sub-page
-    i64 token_stride;     // from token to token in a sub-page
-    i64 head_stride;      // from head to head
-    Strided arrays[MAX_ROLES];
+    const i32* mapping;     // [num_tokens, 2]: slot, token within the block
+    u64 base[MAX_ROLES];    // the callers' arrays [layer, token, head, item], one per role
+    i64 layer[MAX_ROLES];   // their strides in bytes, which may be negative
+    u32 num_units;          // num_tokens * units of a token, below 2^31
+    u32 reserved;
+    Pages pages;
+    i64 token[MAX_ROLES];
+    i64 head[MAX_ROLES];
+    i64 item[MAX_ROLES];
+    Divider token_units;    // units of a token
+    Divider head_units;     // units of a head
+    Divider item_units;     // units of a run in the caller's array
+    u32 reserved_too;
 };
 
 // Where one unit of the launch lies inside its token, and in the caller's array.
@@ -119,35 +123,38 @@ struct TokenUnit {
 
 // FLAT: a token is one run of bytes on both sides, the common case, which saves two divisions.
 template <int BYTES, bool FLAT>
-__device__ __forceinline__ TokenUnit token_unit(const TokenArgs& a, const Strided& array, u32 layer, u32 unit) {
+__device__ __forceinline__ TokenUnit token_unit(
+    const TokenArgs& a, u32 layer, u32 role, u32 unit) {
     TokenUnit u;
-    u.token = quotient(unit, a.token_units);                    // range [0, num_tokens)
-    const u32 in_token = unit - u.token * a.token_units.div;    // range [0, units of a token)
-    u.array = array.base + layer * array.layer + u.token * array.token;
+    u.token = quotient(unit, a.token_units);                  // range [0, num_tokens)
+    const u32 in_token = unit - u.token * a.token_units.div;  // range [0, units of a token)
+    u.array = a.base[role] + layer * a.layer[role] + u.token * a.token[role];
     if (FLAT) {
         u.in_token = in_token * BYTES;
         u.array += in_token * BYTES;
         return u;
     }
-    const u32 head = quotient(in_token, a.head_units);          // range [0, heads)
-    const u32 in_head = in_token - head * a.head_units.div;     // range [0, units of a head)
-    const u32 item = quotient(in_head, a.item_units);           // range [0, runs of a head)
-    const u32 in_item = in_head - item * a.item_units.div;      // range [0, units of a run)
-    u.in_token = head * a.head_stride + in_head * BYTES;
-    u.array += head * array.head + item * array.item + in_item * BYTES;
+    const u32 head = quotient(in_token, a.head_units);       // range [0, heads)
+    const u32 in_head = in_token - head * a.head_units.div;  // range [0, units of a head)
+    const u32 item = quotient(in_head, a.item_units);        // range [0, runs of a head)
+    const u32 in_item = in_head - item * a.item_units.div;   // range [0, units of a run)
+    u.in_token = head * a.pages.head_stride + in_head * BYTES;
+    u.array += head * a.head[role] + item * a.item[role] + in_item * BYTES;
     return u;
 }
 
 // Address of token `within` of `slot` in a place; 0 if there is no such token. Without a branch, so
 // that the units of a thread do not wait for each other.
-__device__ __forceinline__ u64 token_address(const TokenArgs& a, const Place& place, i32 slot, i32 within) {
+__device__ __forceinline__ u64 token_address(
+    const Pages& p, const Place& place, i32 slot, i32 within) {
     // As unsigned numbers, negative ones are past every limit.
-    const bool exists = static_cast<u32>(slot) < static_cast<u64>(place.num_slots) &
-                        static_cast<u32>(within) < a.slot_tokens;
-    const u32 page = quotient(within & 0x7fffffff, a.page_tokens);  // range [0, expansion) if it exists
-    const u32 token = within - page * a.page_tokens.div;            // range [0, page_tokens) likewise
+    const bool exists = (static_cast<u32>(slot) < static_cast<u64>(place.num_slots)) &
+                        (static_cast<u32>(within) < p.slot_tokens);
+    const u32 in_slot = within & 0x7fffffff;               // range [0, slot_tokens) if it exists
+    const u32 page = quotient(in_slot, p.page_tokens);     // range [0, expansion)
+    const u32 token = in_slot - page * p.page_tokens.div;  // range [0, page_tokens)
     const u64 address =
-        place.base + slot * place.slot_bytes + page * a.page_bytes + token * a.token_stride;
+        place.base + slot * place.slot_bytes + page * p.page_bytes + token * p.token_stride;
     return exists ? address : 0;
 }
 

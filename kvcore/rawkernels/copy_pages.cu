@@ -4,18 +4,20 @@
 // 1 MiB use the whole chip. grid.x: all chunks of all slots of all pools.
 
 template <int BYTES>
-__device__ __forceinline__ void copy_chunk(const SlotArgs& a, const i32* sources, const i32* targets) {
+__device__ __forceinline__ void copy_chunk(
+    const SlotArgs& a, const i32* sources, const i32* targets) {
     typedef typename Unit<BYTES>::type Vector;
     u32 which = 0;  // range [0, num_pools)
     while (which + 1 < a.num_pools && blockIdx.x >= a.pools[which + 1].first_chunk) ++which;
     const Pool& pool = a.pools[which];
-    const u32 chunk = blockIdx.x - pool.first_chunk;          // range [0, num_slots * chunks of a slot)
-    const u32 pair = quotient(chunk, pool.chunks);            // range [0, num_slots)
-    const u32 part = chunk - pair * pool.chunks.div;          // range [0, chunks of a slot)
+    const u32 chunk = blockIdx.x - pool.first_chunk;  // range [0, num_slots * chunks of a slot)
+    const u32 pair = quotient(chunk, pool.chunks);    // range [0, num_slots)
+    const u32 part = chunk - pair * pool.chunks.div;  // range [0, chunks of a slot)
     const i32 source = sources[pair];
     const i32 target = targets[pair];
     if (source < 0 || source >= pool.num_slots || target < 0 || target >= pool.num_slots) return;
-    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;  // range [0, units of a slot + CHUNK)
+    // range [0, units of a slot + CHUNK)
+    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;
     const i64 units = pool.slot_bytes / BYTES;
     const u64 from = pool.base + source * pool.slot_bytes;
     const u64 to = pool.base + target * pool.slot_bytes;
@@ -33,14 +35,12 @@ __device__ __forceinline__ void copy_chunk(const SlotArgs& a, const i32* sources
     }
 }
 
-#define COPY_PAGES(BYTES)                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS)                          \
-        copy_pages_##BYTES(const __grid_constant__ SlotArgs a) {                   \
-        copy_chunk<BYTES>(a, a.slots, a.slots + a.num_slots);                      \
-    }                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                          \
-        copy_pages_inline_##BYTES(const __grid_constant__ InlineSlotArgs a) {      \
-        copy_chunk<BYTES>(a.args, a.slots, a.slots + MAX_INLINE);                  \
+#define COPY_PAGES(BYTES)                                         \
+    KERNEL(copy_pages_##BYTES, SlotArgs) {                        \
+        copy_chunk<BYTES>(a, a.slots, a.slots + a.num_slots);     \
+    }                                                             \
+    KERNEL(copy_pages_inline_##BYTES, InlineSlotArgs) {           \
+        copy_chunk<BYTES>(a.args, a.slots, a.slots + MAX_INLINE); \
     }
 COPY_PAGES(16)
 COPY_PAGES(8)

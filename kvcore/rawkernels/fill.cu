@@ -8,8 +8,9 @@ struct WordArgs {
 };
 
 // grid.x: chunks of CHUNK words.
-extern "C" __global__ void __launch_bounds__(THREADS) fill_words(const __grid_constant__ WordArgs a) {
-    const i64 first = static_cast<i64>(blockIdx.x) * CHUNK + threadIdx.x;  // range [0, count + CHUNK)
+KERNEL(fill_words, WordArgs) {
+    // range [0, count + CHUNK)
+    const i64 first = static_cast<i64>(blockIdx.x) * CHUNK + threadIdx.x;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const i64 word = first + v * THREADS;  // range [0, count) where it counts
@@ -18,17 +19,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) fill_words(const __grid_co
 }
 
 // grid.x: all chunks of all slots of all pools, as in copy_pages.
-template <int BYTES> __device__ __forceinline__ void fill_chunk(const SlotArgs& a, const i32* slots) {
+template <int BYTES>
+__device__ __forceinline__ void fill_chunk(const SlotArgs& a, const i32* slots) {
     typedef typename Unit<BYTES>::type Vector;
     u32 which = 0;  // range [0, num_pools)
     while (which + 1 < a.num_pools && blockIdx.x >= a.pools[which + 1].first_chunk) ++which;
     const Pool& pool = a.pools[which];
-    const u32 chunk = blockIdx.x - pool.first_chunk;     // range [0, num_slots * chunks of a slot)
-    const u32 entry = quotient(chunk, pool.chunks);      // range [0, num_slots)
-    const u32 part = chunk - entry * pool.chunks.div;    // range [0, chunks of a slot)
+    const u32 chunk = blockIdx.x - pool.first_chunk;   // range [0, num_slots * chunks of a slot)
+    const u32 entry = quotient(chunk, pool.chunks);    // range [0, num_slots)
+    const u32 part = chunk - entry * pool.chunks.div;  // range [0, chunks of a slot)
     const i32 slot = slots[entry];
     if (slot < 0 || slot >= pool.num_slots) return;
-    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;  // range [0, units of a slot + CHUNK)
+    // range [0, units of a slot + CHUNK)
+    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;
     const i64 units = pool.slot_bytes / BYTES;
     const u64 base = pool.base + slot * pool.slot_bytes;
     Vector data;
@@ -40,15 +43,9 @@ template <int BYTES> __device__ __forceinline__ void fill_chunk(const SlotArgs& 
     }
 }
 
-#define FILL_PAGES(BYTES)                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS)                          \
-        fill_pages_##BYTES(const __grid_constant__ SlotArgs a) {                   \
-        fill_chunk<BYTES>(a, a.slots);                                             \
-    }                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS)                          \
-        fill_pages_inline_##BYTES(const __grid_constant__ InlineSlotArgs a) {      \
-        fill_chunk<BYTES>(a.args, a.slots);                                        \
-    }
+#define FILL_PAGES(BYTES)                                                            \
+    KERNEL(fill_pages_##BYTES, SlotArgs) { fill_chunk<BYTES>(a, a.slots); }          \
+    KERNEL(fill_pages_inline_##BYTES, InlineSlotArgs) { fill_chunk<BYTES>(a.args, a.slots); }
 FILL_PAGES(16)
 FILL_PAGES(8)
 FILL_PAGES(4)

@@ -4,11 +4,10 @@
 
 template <int BYTES, bool FLAT> __device__ __forceinline__ void gather(const TokenArgs& a) {
     typedef typename Unit<BYTES>::type Vector;
-    const u32 layer = blockIdx.z;                                    // range [0, num_layers)
-    const u32 role = blockIdx.y;                                     // range [0, roles of the launch)
-    const u32 first = blockIdx.x * CHUNK + threadIdx.x;              // range [0, num_units + CHUNK)
-    const Place place = a.places[layer * a.num_roles + a.first_role + role];
-    const Strided& array = a.arrays[role];
+    const u32 layer = blockIdx.z;                        // range [0, num_layers)
+    const u32 role = blockIdx.y;                         // range [0, roles of the launch)
+    const u32 first = blockIdx.x * CHUNK + threadIdx.x;  // range [0, num_units + CHUNK)
+    const Place place = a.pages.places[layer * a.pages.num_roles + a.pages.first_role + role];
     Vector data[VECTORS];
     u64 target[VECTORS];
     u64 page[VECTORS];
@@ -16,18 +15,18 @@ template <int BYTES, bool FLAT> __device__ __forceinline__ void gather(const Tok
     for (int v = 0; v < VECTORS; ++v) {
         // The last block reads its last unit again rather than branch around a load.
         const u32 unit = min(first + v * THREADS, a.num_units - 1);  // range [0, num_units)
-        const TokenUnit u = token_unit<BYTES, FLAT>(a, array, layer, unit);
+        const TokenUnit u = token_unit<BYTES, FLAT>(a, layer, role, unit);
         // One entry serves a whole token, so a warp reads the same two words: one transaction.
         const i32 slot = __ldg(a.mapping + 2 * static_cast<u64>(u.token));
         const i32 within = __ldg(a.mapping + 2 * static_cast<u64>(u.token) + 1);
-        const u64 token = token_address(a, place, slot, within);
+        const u64 token = token_address(a.pages, place, slot, within);
         page[v] = token ? token + u.in_token : 0;
         target[v] = u.array;
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         // Without a page, any readable address does: the value is replaced below.
-        data[v] = load_once<Vector>(page[v] ? page[v] : reinterpret_cast<u64>(a.places));
+        data[v] = load_once<Vector>(page[v] ? page[v] : reinterpret_cast<u64>(a.pages.places));
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
@@ -36,11 +35,8 @@ template <int BYTES, bool FLAT> __device__ __forceinline__ void gather(const Tok
     }
 }
 
-#define GATHER(NAME, BYTES, FLAT)                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                          \
-        NAME##_##BYTES(const __grid_constant__ TokenArgs a) {                      \
-        gather<BYTES, FLAT>(a);                                                    \
-    }
+#define GATHER(NAME, BYTES, FLAT) \
+    KERNEL(NAME##_##BYTES, TokenArgs) { gather<BYTES, FLAT>(a); }
 GATHER(gather_flat, 16, true)
 GATHER(gather, 16, false)
 GATHER(gather, 8, false)

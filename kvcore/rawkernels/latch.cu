@@ -6,7 +6,7 @@ struct LatchArgs {
     i64 max_cycles;            // bail-out, so that a failed test cannot hang the device
 };
 
-extern "C" __global__ void latch(const __grid_constant__ LatchArgs a) {
+KERNEL(latch, LatchArgs) {
     const i64 start = clock64();
     while (*a.flag == 0) {
         if (clock64() - start > a.max_cycles) {
@@ -20,7 +20,7 @@ struct DelayArgs {
     i64 cycles;
 };
 
-extern "C" __global__ void delay(const __grid_constant__ DelayArgs a) {
+KERNEL(delay, DelayArgs) {
     const i64 start = clock64();
     while (clock64() - start < a.cycles) {
     }
@@ -32,7 +32,7 @@ struct BusyArgs {
 };
 
 // Arithmetic without memory traffic, to see what runs beside it.
-extern "C" __global__ void __launch_bounds__(THREADS) busy(const __grid_constant__ BusyArgs a) {
+KERNEL(busy, BusyArgs) {
     float x = threadIdx.x * 1.0f;
     for (i64 i = 0; i < a.rounds; ++i) x = x * 0.999f + 1.0f;
     a.out[blockIdx.x * THREADS + threadIdx.x] = x;  // range [0, grid * THREADS)

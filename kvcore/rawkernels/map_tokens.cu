@@ -19,14 +19,18 @@ struct MapArgs {
     u32 reserved;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) map_tokens(const __grid_constant__ MapArgs a) {
+KERNEL(map_tokens, MapArgs) {
     const u32 token = blockIdx.x * THREADS + threadIdx.x;  // range [0, num_tokens + THREADS)
     if (token >= a.num_tokens) return;
     u32 low = 0;                 // range [0, num_entries]
     u32 high = a.num_entries;    // range [0, num_entries]
     while (low < high) {         // the first entry that ends after this token
         const u32 middle = (low + high) / 2;  // range [0, num_entries)
-        if (a.ends[middle] > static_cast<i32>(token)) high = middle; else low = middle + 1;
+        if (a.ends[middle] > static_cast<i32>(token)) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
     }
     i32 slot = -1;
     i32 within = 0;
@@ -34,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) map_tokens(const __grid_co
         const i32 before = low ? a.ends[low - 1] : 0;  // tokens of earlier entries
         const i64 position = static_cast<i64>(a.starts[low]) + (static_cast<i32>(token) - before);
         const i32 row = a.rows[low];
-        if (position >= 0 && position <= 0x7fffffff && row >= 0 && static_cast<u32>(row) < a.num_rows) {
+        const bool inside = position >= 0 && position <= 0x7fffffff;
+        if (inside && row >= 0 && static_cast<u32>(row) < a.num_rows) {
             const u32 block = quotient(static_cast<u32>(position), a.block_tokens);  // its ordinal
             if (block < a.num_blocks) {
                 slot = a.tables[blockIdx.y * a.group_stride + row * a.row_stride + block];
@@ -42,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) map_tokens(const __grid_co
             }
         }
     }
-    const u64 place = 2 * (static_cast<u64>(blockIdx.y) * a.num_tokens + token);  // range [0, 2 G N)
+    // range [0, 2 * num_groups * num_tokens)
+    const u64 place = 2 * (static_cast<u64>(blockIdx.y) * a.num_tokens + token);
     a.out[place] = slot < 0 ? -1 : slot;
     a.out[place + 1] = slot < 0 ? 0 : within;
 }

@@ -14,8 +14,9 @@ struct ScatterArgs {
     u32 num_words;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_table(const __grid_constant__ ScatterArgs a) {
-    const u32 i = blockIdx.x * THREADS + threadIdx.x;  // range [0, max(num_cells, num_words) + THREADS)
+KERNEL(scatter_table, ScatterArgs) {
+    // range [0, max(num_cells, num_words) + THREADS)
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;
     // Volatile reads (__ldcv): the host writes this memory, so no cache may answer.
     if (i < a.num_words) a.target[i] = __ldcv(a.words + i);
     if (i < a.num_cells) {

@@ -1,5 +1,5 @@
-// Rows of a page table as a dense table: row i of the result is row rows[i], or -1 where that is
-// negative or past the table. grid.x: blocks of THREADS units of [num_rows * units of a row].
+// Rows of a page table as a dense table: row i of the result is row rows[i], and -1 in every cell
+// that the table does not have. grid.x: blocks of THREADS units of [rows * units of a row].
 
 struct RowArgs {
     u64 table;
@@ -9,8 +9,8 @@ struct RowArgs {
     const i32* rows;    // [num_out]
     u32 table_rows;
     u32 num_units;      // rows of the result * units of a row, below 2^31
-    Divider row_units;
-    u32 reserved;
+    Divider row_units;  // units of a row of the result
+    u32 table_units;    // units of a row of the table
 };
 
 template <int BYTES> __device__ __forceinline__ void take(const RowArgs& a) {
@@ -22,18 +22,12 @@ template <int BYTES> __device__ __forceinline__ void take(const RowArgs& a) {
     const i32 row = a.rows[i];
     Vector data;
     splat(data, 0xffffffffu);  // -1 in every cell
-    if (row >= 0 && static_cast<u32>(row) < a.table_rows) {
+    if (row >= 0 && static_cast<u32>(row) < a.table_rows && part < a.table_units) {
         data = *reinterpret_cast<const Vector*>(a.table + row * a.table_stride + part * BYTES);
     }
     *reinterpret_cast<Vector*>(a.out + i * a.out_stride + part * BYTES) = data;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) take_rows_16(const __grid_constant__ RowArgs a) {
-    take<16>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS) take_rows_8(const __grid_constant__ RowArgs a) {
-    take<8>(a);
-}
-extern "C" __global__ void __launch_bounds__(THREADS) take_rows_4(const __grid_constant__ RowArgs a) {
-    take<4>(a);
-}
+KERNEL(take_rows_16, RowArgs) { take<16>(a); }
+KERNEL(take_rows_8, RowArgs) { take<8>(a); }
+KERNEL(take_rows_4, RowArgs) { take<4>(a); }

@@ -112,7 +112,10 @@ class _Rules:
             self.same(sizes, True, 0 <= history <= capacity <= shape.max_seq_len)
             self.same(f"sequence {s}: blocks", blocks, int(seqs.num_blocks[s]))
             self.same(f"sequence {s}: limit", seqs.limit_of(blocks), int(seqs.limit[s]))
-            self.same(f"sequence {s}: parked", not seqs.active[s] and blocks > 0, s in seqs.parked)
+            parked = s in seqs.parked
+            self.same(f"sequence {s}: active and parked", False, bool(seqs.active[s]) and parked)
+            hidden = not seqs.active[s] and blocks > 0
+            self.same(f"sequence {s}: hidden and parked", hidden, hidden and parked)
             width = int(seqs.width[s])
             self.same(f"sequence {s}: width {width}", True, 1 <= width <= shape.max_beam_width)
 
@@ -120,7 +123,8 @@ class _Rules:
         seqs, shape = self.seqs, self.seqs.shape
         owned = [row for s in self.alive for row in seqs.rows[s, : seqs.width[s]].tolist()]
         for s in self.alive:
-            self.none(f"sequence {s}: a row past its width", seqs.rows[s, seqs.width[s] :] + 1)
+            past = seqs.rows[s, seqs.width[s] :]
+            self.none(f"sequence {s}: rows past its width", past[past >= 0])
         free = np.setdiff1d(np.arange(seqs.used_rows), owned)
         self.same("rows of distinct beams", len(owned), len(set(owned)))
         self.same("rows are in use", [], [row for row in owned if not 0 <= row < seqs.used_rows])

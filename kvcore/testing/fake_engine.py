@@ -14,12 +14,16 @@ from kvcore.errors import KVCoreError
 from kvcore.layout import page_geometry
 
 if TYPE_CHECKING:
+    from kvcore.batch import Batch
     from kvcore.device.base import Array, PageStack, Stream
     from kvcore.kv_cache import KVCache
     from kvcore.manager import KVCacheManager
 
 POISON = 0xFF
 """Byte of pages that were given up: NaN in every float type."""
+
+SHARED = -1
+"""The lane of no stream in particular."""
 
 Lineage = list[int | None]
 """What one beam wrote or inherited: a key per position, None where nothing is promised."""
@@ -41,6 +45,14 @@ class _Look:
     defined: NDArray[np.bool_]
     different: list[Array]  # words that differ from the pattern, per kind of buffer
     unlike: list[Array]  # the same against a wrong key: 0 if the token was not read at all
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A batch and the keys of its tokens."""
+
+    batch: Batch
+    keys: Array
 
 
 class FakeEngine:
@@ -95,12 +107,14 @@ class FakeEngine:
     ) -> None:
         self.manager, self.poison = manager, poison
         self._runtime, self._device = manager._runtime, manager.device
-        self._batch = manager.create_batch(max_rows, max_tokens)
-        self._keys: Array = self._device.empty((max_tokens,), np.int64)
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._lanes: dict[int, _Lane] = {}
+        self._launches = 0
         self._stacks = list(_stacks(manager))
         self._lineages: WeakKeyDictionary[KVCache, list[Lineage]] = WeakKeyDictionary()
         self._looks: list[_Look] = []
         self._next_key = 1
+        self._refuses_beams = manager.config.enable_partial_commit
 
     def lineage(self, kv: KVCache, beam: int) -> Lineage:
         """What `kv.get_base_page_indices(..., beam)` must lead to: a key per position up to the capacity."""
@@ -147,11 +161,10 @@ class FakeEngine:
                     lineage += [None] * (first - len(lineage))
                     lineage[first : first + count] = fresh
                     keys += fresh
-            on = self._prepare(part, np.array(keys, np.int64), stream)
+            lane, on = self._prepare(part, np.array(keys, np.int64), stream)
             for stack, group in self._stacks:
-                self._device.write_fingerprints(
-                    stack, self._batch.mapping[group, : len(keys)], self._keys[: len(keys)], stream=on
-                )
+                mapping = lane.batch.mapping[group, : len(keys)]
+                self._device.write_fingerprints(stack, mapping, lane.keys[: len(keys)], stream=on)
 
     def look(self, kv_caches: Sequence[KVCache], *, stream: object = None) -> None:
         """Enqueues a comparison of every promised token of active caches; `settle` tells the result."""
@@ -169,18 +182,18 @@ class FakeEngine:
             return
         defined = np.array([key is not None for key in keys])
         right = np.array([key or 0 for key in keys], np.int64)
-        on = self._prepare(part, right, stream)
-        different = self._compare(right.size, on)
-        self._device.from_host(-1 - right, self._keys[: right.size], stream=on)
-        unlike = self._compare(right.size, on)
+        lane, on = self._prepare(part, right, stream)
+        different = self._compare(lane, right.size, on)
+        self._device.from_host(-1 - right, lane.keys[: right.size], stream=on)
+        unlike = self._compare(lane, right.size, on)
         self._looks.append(_Look(on, names, right, defined, different, unlike))
 
-    def _compare(self, size: int, stream: Stream) -> list[Array]:
+    def _compare(self, lane: _Lane, size: int, stream: Stream) -> list[Array]:
         results = []
         for stack, group in self._stacks:
             bad = self._device.empty((size,), np.int32)
-            mapping = self._batch.mapping[group, :size]
-            self._device.verify_fingerprints(stack, mapping, self._keys[:size], bad, stream=stream)
+            mapping, keys = lane.batch.mapping[group, :size], lane.keys[:size]
+            self._device.verify_fingerprints(stack, mapping, keys, bad, stream=stream)
             results.append(bad)
         return results
 
@@ -235,6 +248,8 @@ class FakeEngine:
     def set_beam_width(self, kv: KVCache, width: int, parents: Sequence[int] | None = None) -> bool:
         """`KVCache.set_beam_width`."""
         before = kv.beam_width
+        if parents is None and 1 <= width < before and not self._refuses_beams:
+            self._give_up_without(kv, range(width))
         done = kv.set_beam_width(width, parents)
         if done and parents is None:
             parents = [i if i < before else 0 for i in range(width)]
@@ -246,13 +261,12 @@ class FakeEngine:
         self, kv: KVCache, parents: Sequence[int], valid_tokens: int | None = None
     ) -> None:
         """`KVCache.reorder_beams`."""
-        width = kv.beam_width
-        if kv.is_active and len(parents) == width and set(parents) <= set(range(width)):
-            rows = [self._pages(kv, beam) for beam in range(width)]
-            kept = {page for parent in parents for page in rows[parent]}
-            self._give_up(kv, {page for row in rows for page in row} - kept)
+        width, valid = kv.beam_width, kv.capacity if valid_tokens is None else valid_tokens
+        fine = kv.history_length <= valid <= kv.capacity and len(parents) == width
+        if fine and kv.is_active and set(parents) <= set(range(width)):
+            self._give_up_without(kv, parents)
         kv.reorder_beams(parents, valid_tokens=valid_tokens)
-        self._follow(kv, parents, kv.capacity if valid_tokens is None else valid_tokens)
+        self._follow(kv, parents, valid)
 
     def _follow(self, kv: KVCache, parents: Sequence[int], valid: int) -> None:
         rows = self._lineages.pop(kv, None)
@@ -284,6 +298,12 @@ class FakeEngine:
             for slot in kv.get_aggregated_page_indices(group, beam)[blocks:].tolist()
         }
 
+    def _give_up_without(self, kv: KVCache, parents: Iterable[int]) -> None:
+        """The pages that no row of a parent names."""
+        rows = [self._pages(kv, beam) for beam in range(kv.beam_width)]
+        kept = {page for parent in parents for page in rows[parent]}
+        self._give_up(kv, {page for row in rows for page in row} - kept)
+
     def _give_up(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
         """Overwrites pages that the next call frees, after all earlier work on them."""
         stream = kv.stream
@@ -299,13 +319,25 @@ class FakeEngine:
 
     # -- launches ------------------------------------------------------------------------------------
 
-    def _prepare(self, part: _Part, keys: Int64, stream: object) -> Stream:
-        """Maps the tokens of a part, and brings their keys to the device, in the order of the batch."""
+    def _prepare(self, part: _Part, keys: Int64, stream: object) -> tuple[_Lane, Stream]:
+        """Maps the tokens of a part and brings their keys to the device, on the stream returned."""
         kv_caches, starts, counts = part
-        self._batch.prepare(kv_caches, counts, start=starts, stream=stream)
-        on = self._batch._on(None)
-        self._device.from_host(keys, self._keys[: keys.size], stream=on)
-        return on
+        on = self._runtime.choose_stream(stream, {kv.stream for kv in kv_caches})
+        lane = self._lane(on)
+        lane.batch.prepare(kv_caches, counts, start=starts, stream=on)
+        self._device.from_host(keys, lane.keys[: keys.size], stream=on)
+        return lane, on
+
+    def _lane(self, stream: Stream) -> _Lane:
+        """The stream's own, so that streams run freely; every fourth time one that all share."""
+        self._launches += 1
+        name = stream.handle if self._launches % 4 else SHARED
+        if name not in self._lanes:
+            self._lanes[name] = _Lane(
+                self.manager.create_batch(self._max_rows, self._max_tokens),
+                self._device.empty((self._max_tokens,), np.int64),
+            )
+        return self._lanes[name]
 
     def _parts(
         self, kv_caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int]
@@ -314,11 +346,11 @@ class FakeEngine:
         rows = tokens = 0
         part: _Part = ([], [], [])
         for kv, start, count in zip(kv_caches, starts, counts, strict=True):
-            most = max(1, self._batch.max_tokens // max(1, kv.beam_width))
+            most = max(1, self._max_tokens // max(1, kv.beam_width))
             for first in range(start, start + count, most):
                 some = min(most, start + count - first)
                 rows, tokens = rows + kv.beam_width, tokens + some * kv.beam_width
-                full = rows > self._batch.max_rows or tokens > self._batch.max_tokens
+                full = rows > self._max_rows or tokens > self._max_tokens
                 if part[0] and (full or part[0][-1] is kv):
                     yield part
                     part, rows, tokens = ([], [], []), kv.beam_width, some * kv.beam_width

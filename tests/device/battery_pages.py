@@ -46,6 +46,28 @@ class PageTests(BatteryBase):
         for pool in pools:
             pool.check()
 
+    @pytest.mark.parametrize("pairs", [255, 256, 257, 1000])
+    def test_many_pages_at_once(self, rig, pairs):
+        pool = rig.pool(48, 2 * pairs)
+        slots = rig.rng.permutation(pool.num_slots)[: 2 * pairs].astype(np.int32)
+        rig.device.copy_pages(named([pool]), slots[:pairs], slots[pairs:], stream=rig.stream)
+        expect_copy([pool], slots[:pairs], slots[pairs:])
+        pool.check()
+        rig.device.fill_pages(named([pool]), slots[:pairs], 7, stream=rig.stream)
+        for slot in slots[:pairs]:
+            pool.slot(slot)[:] = 7
+        pool.check()
+
+    def test_many_pools_at_once(self, rig):
+        pools = [rig.pool(16 * (index + 1)) for index in range(11)]
+        src, dst = np.array([0, 4], np.int32), np.array([5, 1], np.int32)
+        rig.device.copy_pages(named(pools), src, dst, stream=rig.stream)
+        expect_copy(pools, src, dst)
+        rig.device.fill_pages(named(pools), dst[:1] - 2, 9, stream=rig.stream)
+        for pool in pools:
+            pool.slot(3)[:] = 9
+            pool.check()
+
     @pytest.mark.parametrize("first", [True, False])
     def test_the_edges_of_the_pool_are_copied(self, rig, first):
         pool = rig.pool(1040)

@@ -165,6 +165,34 @@ class StackTests(BatteryBase):
         expected[:, 1::2, :, ::2] = stack.expect_gather(mapping)[0].view(np.uint16)
         np.testing.assert_array_equal(rig.get(whole), expected)
 
+    @pytest.mark.parametrize("itemsize", [1, 2, 4])
+    def test_roles_whose_addresses_are_aligned_differently(self, rig, itemsize):
+        """The widest access that serves one role's array may not serve another's."""
+        stack = Stack.one_pool(rig, geometry(dim=16, itemsize=itemsize), num_roles=3)
+        mapping = scattered(rig, stack, 10)
+        wholes = [rig.random((2, 12, 2, 24), itemsize) for _ in range(3)]
+
+        def views(arrays):
+            cuts = (slice(0, 16), slice(1, 17), slice(8, 24))
+            return [a[:, 1:11, :, cut] for a, cut in zip(arrays, cuts, strict=True)]
+
+        arrays = [rig.put(whole) for whole in wholes]
+        rig.device.append(stack.stack, rig.put(mapping), views(arrays), stream=rig.stream)
+        stack.expect_append(mapping, views(wholes))
+        stack.check()
+        rig.device.gather(stack.stack, rig.put(mapping), views(arrays), stream=rig.stream)
+        for view, part in zip(views(wholes), stack.expect_gather(mapping), strict=True):
+            view[...] = part.view(view.dtype)
+        for array, whole in zip(arrays, wholes, strict=True):
+            np.testing.assert_array_equal(rig.get(array), whole)
+
+    def test_many_roles(self, rig):
+        stack = Stack.one_pool(rig, geometry(dim=4), num_layers=2, num_roles=9)
+        mapping = scattered(rig, stack, 7)
+        run_append(rig, stack, mapping, stack.randoms(7))
+        stack.check()
+        check_gather(rig, stack, mapping)
+
     def test_no_tokens(self, rig):
         stack = Stack.one_pool(rig, geometry())
         run_append(rig, stack, np.zeros((0, 2), np.int32), stack.randoms(0))

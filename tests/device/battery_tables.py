@@ -22,6 +22,7 @@ def random_tables(rig: Rig, shape: tuple[int, int, int]) -> np.ndarray:
     """Page tables with every slot number different and one cell in four empty."""
     tables = rig.rng.permutation(int(np.prod(shape))).astype(np.int32).reshape(shape)
     tables[rig.rng.random(shape) < 0.25] = -1
+    tables[rig.rng.random(shape) < 0.05] = -9  # no slot either
     return tables
 
 

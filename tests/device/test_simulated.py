@@ -130,6 +130,15 @@ def test_streams_run_far_apart():
     assert len(places) > 10
 
 
+def test_a_stream_changes_its_pace():
+    simulator, paces = Simulator(deferred=True), set()
+    stream = simulator.create_stream()
+    for _ in range(500):
+        stream.submit("look", lambda: paces.add(stream.pace))
+    simulator.drain()
+    assert len(paces) >= 3
+
+
 def test_nothing_runs_before_somebody_waits():
     simulator, ran = Simulator(deferred=True), []
     first, second = simulator.create_stream(), simulator.create_stream()

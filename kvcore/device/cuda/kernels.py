@@ -1,0 +1,265 @@
+"""The kernels as text: sources, entry points, argument layouts and tunables. Needs no GPU, no CuPy.
+
+Every entry point takes one struct by value. Its layout stands here as an aligned NumPy dtype and in
+the source as C++; the tests compare the two field by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+MAX_ROLES: Final = 4
+MAX_POOLS: Final = 8
+MAX_INLINE: Final = 256
+MAX_DIMS: Final = 9
+MAX_UNITS: Final = 2**31 - 1
+"""Largest number that `quotient` of the kernels divides, and so of units in one launch."""
+
+Fields = np.dtype[Any]
+UNITS: Final = (16, 8, 4, 2, 1)
+
+
+def _struct(*fields: tuple[str, Any] | tuple[str, Any, int]) -> Fields:
+    return np.dtype(list(fields), align=True)
+
+
+DIVIDER: Final = _struct(("mul", np.uint32), ("shift", np.uint32), ("div", np.uint32))
+PLACE: Final = _struct(
+    ("base", np.uint64), ("slot_bytes", np.int64), ("num_slots", np.int64), ("reserved", np.int64)
+)
+PAGES: Final = _struct(
+    ("places", np.uint64),
+    ("page_bytes", np.int64),
+    ("token_stride", np.int64),
+    ("head_stride", np.int64),
+    ("page_tokens", DIVIDER),
+    ("slot_tokens", np.uint32),
+    ("num_roles", np.uint32),
+    ("first_role", np.uint32),
+)
+TOKEN_ARGS: Final = _struct(
+    ("mapping", np.uint64),
+    ("base", np.uint64, MAX_ROLES),
+    ("layer", np.int64, MAX_ROLES),
+    ("num_units", np.uint32),
+    ("reserved", np.uint32),
+    ("pages", PAGES),
+    ("token", np.int64, MAX_ROLES),
+    ("head", np.int64, MAX_ROLES),
+    ("item", np.int64, MAX_ROLES),
+    ("token_units", DIVIDER),
+    ("head_units", DIVIDER),
+    ("item_units", DIVIDER),
+    ("reserved_too", np.uint32),
+)
+FINGER_ARGS: Final = _struct(
+    ("pages", PAGES),
+    ("mapping", np.uint64),
+    ("keys", np.uint64),
+    ("bad", np.uint64),
+    ("num_words", np.uint32),
+    ("token_bytes", np.uint32),
+    ("token_words", DIVIDER),
+    ("head_bytes", DIVIDER),
+)
+POOL: Final = _struct(
+    ("base", np.uint64),
+    ("slot_bytes", np.int64),
+    ("num_slots", np.int64),
+    ("first_chunk", np.uint32),
+    ("chunks", DIVIDER),
+)
+SLOT_ARGS: Final = _struct(
+    ("slots", np.uint64),
+    ("num_slots", np.uint32),
+    ("num_pools", np.uint32),
+    ("pattern", np.uint32),
+    ("reserved", np.uint32),
+    ("pools", POOL, MAX_POOLS),
+)
+INLINE_SLOT_ARGS: Final = _struct(("args", SLOT_ARGS), ("slots", np.int32, 2 * MAX_INLINE))
+WORD_ARGS: Final = _struct(
+    ("target", np.uint64), ("count", np.int64), ("value", np.uint32), ("reserved", np.uint32)
+)
+SCATTER_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("index", np.uint64),
+    ("value", np.uint64),
+    ("target", np.uint64),
+    ("words", np.uint64),
+    ("table_cells", np.int64),
+    ("num_cells", np.uint32),
+    ("num_words", np.uint32),
+)
+MAP_ARGS: Final = _struct(
+    ("tables", np.uint64),
+    ("group_stride", np.int64),
+    ("row_stride", np.int64),
+    ("rows", np.uint64),
+    ("starts", np.uint64),
+    ("ends", np.uint64),
+    ("out", np.uint64),
+    ("num_rows", np.uint32),
+    ("num_blocks", np.uint32),
+    ("num_entries", np.uint32),
+    ("num_tokens", np.uint32),
+    ("block_tokens", DIVIDER),
+    ("reserved", np.uint32),
+)
+ROW_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("table_stride", np.int64),
+    ("out", np.uint64),
+    ("out_stride", np.int64),
+    ("rows", np.uint64),
+    ("table_rows", np.uint32),
+    ("num_units", np.uint32),
+    ("row_units", DIVIDER),
+    ("table_units", np.uint32),
+)
+STRIDED_ARGS: Final = _struct(
+    ("source", np.uint64),
+    ("target", np.uint64),
+    ("source_strides", np.int64, MAX_DIMS),
+    ("target_strides", np.int64, MAX_DIMS),
+    ("sizes", DIVIDER, MAX_DIMS),
+    ("num_dims", np.uint32),
+    ("num_units", np.uint32),
+    ("reserved", np.uint32),
+)
+LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
+DELAY_ARGS: Final = _struct(("cycles", np.int64))
+BUSY_ARGS: Final = _struct(("out", np.uint64), ("rounds", np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One `.cu` file: its entry points with their arguments, and how it is tuned."""
+
+    name: str
+    entries: Mapping[str, Fields]
+    structs: Mapping[str, Fields]
+    """C++ names of the structs, for the comparison of layouts."""
+    threads: int = 128
+    vectors: int = 2
+    stream_stores: bool = True
+
+    @property
+    def chunk(self) -> int:
+        """Units that one block moves."""
+        return self.threads * self.vectors
+
+    def text(self) -> str:
+        """What is compiled: the common part and the file, one after the other."""
+        return _read("_common.cuh") + _read(f"{self.name}.cu")
+
+    def options(self) -> tuple[str, ...]:
+        """Compiler options, the tunables among them."""
+        return (
+            "-std=c++17",
+            f"-DTHREADS={self.threads}",
+            f"-DVECTORS={self.vectors}",
+            f"-DSTREAM_STORES={int(self.stream_stores)}",
+        )
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("kvcore") / "rawkernels" / name).read_text("utf-8")
+
+
+def _sized(name: str, fields: Fields, units: tuple[int, ...] = UNITS) -> dict[str, Fields]:
+    return {f"{name}_{unit}": fields for unit in units}
+
+
+def _sources() -> dict[str, Source]:
+    tokens = {"TokenArgs": TOKEN_ARGS, "Pages": PAGES, "Place": PLACE, "Divider": DIVIDER}
+    slots = {"SlotArgs": SLOT_ARGS, "Pool": POOL, "InlineSlotArgs": INLINE_SLOT_ARGS}
+    whole = [
+        Source("append", {"append_flat_16": TOKEN_ARGS, **_sized("append", TOKEN_ARGS)}, tokens),
+        Source("gather", {"gather_flat_16": TOKEN_ARGS, **_sized("gather", TOKEN_ARGS)}, tokens),
+        Source(
+            "copy_pages",
+            _sized("copy_pages", SLOT_ARGS) | _sized("copy_pages_inline", INLINE_SLOT_ARGS),
+            slots,
+        ),
+        Source(
+            "fill",
+            {"fill_words": WORD_ARGS}
+            | _sized("fill_pages", SLOT_ARGS)
+            | _sized("fill_pages_inline", INLINE_SLOT_ARGS),
+            {**slots, "WordArgs": WORD_ARGS},
+            stream_stores=False,
+        ),
+        Source("scatter_table", {"scatter_table": SCATTER_ARGS}, {"ScatterArgs": SCATTER_ARGS}),
+        Source("map_tokens", {"map_tokens": MAP_ARGS}, {"MapArgs": MAP_ARGS}),
+        Source("take_rows", _sized("take_rows", ROW_ARGS, UNITS[:3]), {"RowArgs": ROW_ARGS}),
+        Source(
+            "fingerprint",
+            {"write_fingerprints": FINGER_ARGS, "verify_fingerprints": FINGER_ARGS},
+            {"FingerArgs": FINGER_ARGS},
+        ),
+        Source("strided", _sized("copy_strided", STRIDED_ARGS), {"StridedArgs": STRIDED_ARGS}),
+        Source(
+            "latch",
+            {"latch": LATCH_ARGS, "delay": DELAY_ARGS, "busy": BUSY_ARGS},
+            {"LatchArgs": LATCH_ARGS, "DelayArgs": DELAY_ARGS, "BusyArgs": BUSY_ARGS},
+        ),
+    ]
+    return {source.name: source for source in whole}
+
+
+SOURCES: Final[Mapping[str, Source]] = MappingProxyType(_sources())
+
+
+@lru_cache(4096)
+def divider(div: int) -> tuple[int, int, int]:
+    """The `Divider` (mul, shift, div) of the kernels: `n // div == (n * mul >> 32) + n >> shift`.
+
+    >>> mul, shift, div = divider(7)
+    >>> [((n * mul >> 32) + n) >> shift for n in (0, 6, 7, 48, 49, 2**31 - 1)]
+    [0, 0, 1, 6, 7, 306783378]
+    """
+    shift = (div - 1).bit_length()
+    return ((1 << 32) * ((1 << shift) - div)) // div + 1, shift, div
+
+
+def unit_bytes(*quantities: int) -> int:
+    """The widest access, in bytes, at which all addresses, strides and lengths are aligned.
+
+    >>> unit_bytes(4096, -48, 24)
+    8
+    """
+    bits = 16
+    for quantity in quantities:
+        bits |= quantity
+    return bits & -bits
+
+
+def packing(fields: Fields) -> str:
+    """The `struct` format of a whole argument layout, for one call that packs all its scalars.
+
+    >>> packing(DIVIDER)
+    '<III'
+    """
+    return "<" + "".join(_codes(fields))
+
+
+def _codes(fields: Fields) -> list[str]:
+    if fields.subdtype is not None:
+        item, shape = fields.subdtype
+        return _codes(item) * int(np.prod(shape))
+    if fields.names is None:
+        return [fields.char.translate(_CODES)]
+    return [code for name in fields.names for code in _codes(fields[name])]
+
+
+_CODES: Final = str.maketrans({"l": "q", "L": "Q"})
+"""NumPy's codes of 64-bit integers are `struct`'s of 32 bits in the standard sizes."""

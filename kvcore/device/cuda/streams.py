@@ -1,0 +1,220 @@
+"""Streams and events: handles of others, wrapped once, with events that are used again."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+from cuda.bindings import driver
+from cuda.core import Stream as CoreStream
+
+from kvcore.device.base import Event
+from kvcore.device.cuda.blocks import BlockPool, Graveyard
+from kvcore.device.cuda.driver import Context, check
+from kvcore.errors import wrong, wrong_type
+
+PER_THREAD: Final = 2  # the handle of every thread's own default stream
+AMBIENT: Final = (0, 1, PER_THREAD)
+"""Handles that mean a stream of whichever context is current."""
+
+ACCEPTED: Final = (
+    "a stream of this device, an object with __cuda_stream__, a CuPy or torch stream, or a handle"
+)
+
+EventPool = deque[Any]
+MAX_POOLED: Final = 1024
+
+
+class CudaEvent:
+    """A moment in a stream; its driver event goes back to the pool when nobody holds this."""
+
+    __slots__ = ("_native", "_passed", "_stream")
+
+    def __init__(self, native: Any, stream: CudaStream) -> None:
+        self._native, self._stream, self._passed = native, stream, False
+
+    @property
+    def native(self) -> Any:
+        """The `cuda.core.Event`."""
+        return self._native
+
+    def done(self) -> bool:
+        if not self._passed:
+            try:
+                self._passed = self._native.is_done
+            except Exception:  # only now is it worth asking which code that was
+                check("cuEventQuery", driver.cuEventQuery(self._native.handle))
+                raise
+        return self._passed
+
+    def synchronize(self) -> None:
+        if self._passed:
+            return
+        try:
+            self._native.sync()
+        except Exception:
+            check("cuEventSynchronize", driver.cuEventSynchronize(self._native.handle))
+            raise
+        self._passed = True
+
+    def __del__(self) -> None:
+        self._stream.events.append(self._native)
+
+
+class CudaStream:
+    """One stream of a device. Records and waits in one driver call each.
+
+    Parameters
+    ----------
+    handle : int
+        The raw `CUstream`.
+    context : Context
+        The device's.
+    owner : object
+        Kept alive for as long as this.
+    events : deque
+        The device's pool of unused events.
+    graveyard : Graveyard
+        The device's.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_ambient",
+        "_core",
+        "blocks",
+        "context",
+        "events",
+        "handle",
+        "native",
+        "owner",
+    )
+
+    def __init__(
+        self, handle: int, context: Context, owner: object, events: EventPool, graveyard: Graveyard
+    ) -> None:
+        self.handle, self.context, self.owner, self.events = handle, context, owner, events
+        self.native = driver.CUstream(handle)
+        self._core = CoreStream.from_handle(handle)
+        self._ambient = handle in AMBIENT
+        # Every thread's default stream has the same handle, but its own order: nothing to share.
+        self.blocks = None if handle == PER_THREAD else BlockPool(graveyard)
+
+    def __repr__(self) -> str:
+        return f"CudaStream({self.handle:#x}, cuda:{self.context.device_id})"
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The stream protocol of cuda-python, so that others take this stream as theirs."""
+        return 0, self.handle
+
+    @property
+    def ptr(self) -> int:
+        """The handle under CuPy's name."""
+        return self.handle
+
+    def record(self) -> CudaEvent:
+        try:
+            native = self.events.pop()
+        except IndexError:
+            native = None
+        if native is None or self._ambient:
+            return CudaEvent(self._record_in_context(native), self)
+        try:
+            self._core.record(native)
+        except Exception:  # a driver that wants the context current, or an error to name
+            native = self._record_in_context(native)
+        return CudaEvent(native, self)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            raise wrong_type("event", "an event recorded on a stream of a cuda device", event)
+        if event._passed:
+            return
+        if not self._ambient:
+            try:
+                self._core.wait(event._native)
+                return
+            except Exception:  # as in record
+                pass
+        with self.context.current():
+            result = driver.cuStreamWaitEvent(self.native, event._native.handle, 0)
+            check("cuStreamWaitEvent", result)
+
+    def synchronize(self) -> None:
+        with self.context.current():
+            check("cuStreamSynchronize", driver.cuStreamSynchronize(self.native))
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured from this stream."""
+        with self.context.current():
+            status = check("cuStreamIsCapturing", driver.cuStreamIsCapturing(self.native))
+        return int(status) != int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def _record_in_context(self, native: Any) -> Any:
+        with self.context.current():
+            if native is None:
+                return self._core.record()
+            check("cuEventRecord", driver.cuEventRecord(native.handle, self.native))
+            return native
+
+
+class OwnedStream:
+    """Destroys a stream of ours when nobody holds it."""
+
+    def __init__(self, context: Context, graveyard: Graveyard) -> None:
+        self._graveyard = graveyard
+        with context.current():
+            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self.handle = int(check("cuStreamCreate", driver.cuStreamCreate(flags)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._graveyard.bury("cuStreamDestroy", self.handle)
+
+
+def handle_of(stream: object) -> int:
+    """The raw handle of a foreign stream object or of a handle itself.
+
+    Raises
+    ------
+    ValueError
+        For None: a CUDA device has no default stream.
+    TypeError
+        For anything that is no stream.
+    """
+    if stream is None:
+        remedy = "pass stream= to the call or bind one with resume(stream)"
+        raise wrong("stream", ACCEPTED, None, remedy)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if stream < 0:
+            raise wrong("stream", "a handle, at least 0", stream)
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version, handle = protocol() if callable(protocol) else protocol
+        if version != 0:
+            raise wrong("stream", "version 0 of the __cuda_stream__ protocol", version)
+        return int(handle)
+    for name in ("cuda_stream", "ptr"):  # torch, older CuPy
+        handle = getattr(stream, name, None)
+        if isinstance(handle, int):
+            return handle
+    raise wrong_type("stream", ACCEPTED, stream)
+
+
+def check_device(handle: int, context: Context) -> None:
+    """Raises `ValueError` where a stream belongs to another device."""
+    if handle in AMBIENT:
+        return
+    with context.current():
+        its = check("cuStreamGetCtx", driver.cuStreamGetCtx(handle))
+        if its == context.handle:
+            return
+        check("cuCtxPushCurrent", driver.cuCtxPushCurrent(its))
+        try:
+            device = int(check("cuCtxGetDevice", driver.cuCtxGetDevice()))
+        finally:
+            driver.cuCtxPopCurrent()
+    if device != context.device_id:
+        name = f"cuda:{context.device_id}"
+        raise wrong("stream", f"a stream of {name}", f"a stream of cuda:{device}")
