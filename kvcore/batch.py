@@ -291,7 +291,7 @@ class Batch:
 
     def _stack(self, layers: int | Sequence[int], roles: tuple[str, ...]) -> tuple[PageStack, int]:
         numbers = (layers,) if isinstance(layers, int) else tuple(layers)
-        return self._runtime.stack(numbers, roles)
+        return self._runtime.stacks.get(numbers, roles)
 
     def _operand(self, role: str, values: Any, stack: PageStack, one: bool) -> Array:
         """`values` as `[L, N, H, D]` on the device, checked against the stack."""

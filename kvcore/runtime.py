@@ -16,13 +16,13 @@ from kvcore.bound_rows import BoundRows
 from kvcore.checks import token_counts
 from kvcore.control.plane import ControlPlane
 from kvcore.control.sequences import NO_LIMIT
-from kvcore.device.base import Device, Memory, PageStack, Stream
+from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import NO_TICKET, Ticket
-from kvcore.layout import page_geometry
 from kvcore.plan import Growth, PageCopies
+from kvcore.stacks import PageStacks
 
 if TYPE_CHECKING:
     from kvcore.config import KVCacheManagerConfig
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+MOST_CHANGES = 1024  # noted one by one until the device table takes them over
 
 _sequence_of = attrgetter("_sequence")
 _runtime_of = attrgetter("_runtime")
@@ -60,6 +62,7 @@ class Runtime:
             list(zip(memories, group.slot_bytes, strict=True))
             for memories, group in zip(pools, layout.pool_groups, strict=True)
         ]
+        self.stacks = PageStacks(layout, device, self.pool_places)
         self.default_stream = default_stream
         self.lock = threading.RLock()
         self.fences = Fences()
@@ -72,7 +75,6 @@ class Runtime:
         self._streams: list[Stream | None] = [None]
         self._lent: dict[int, list[Stream]] = {}
         self._dropped: list[int] = []
-        self._stacks: dict[tuple[tuple[int, ...], tuple[str, ...]], tuple[PageStack, int]] = {}
         self._batch: list[KVCache] = []
         self._batch_sequences: Index = np.empty(0, np.intp)
 
@@ -87,6 +89,8 @@ class Runtime:
             raise StateError("the manager was shut down; create a new one")
         if not keep_batch:
             self.forget_batch()
+        if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
+            self.tables.compact(self.control.seqs.dirty)
         while self._dropped:
             sequence = self._dropped.pop()
             self.destroy(sequence)  # first: the warning may be turned into an error
@@ -195,7 +199,7 @@ class Runtime:
         )
 
     def lend(self, sequences: Index, stream: Stream, owners: list[Stream]) -> None:
-        """Lets `stream` use pages of sequences bound to `owners`, after all earlier work on them."""
+        """Lets `stream` use pages of sequences bound to `owners`, after earlier work on them."""
         if self._lent:
             for sequence in sequences.tolist():
                 if any(other is not stream for other in self._lent.get(sequence, ())):
@@ -362,31 +366,6 @@ class Runtime:
         if self.tables is None:
             raise StateError(f"the {self.device.kind} device has pages without memory")
         return self.tables
-
-    def stack(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
-        """Kernel addressing of some layers' buffers, and their layer group. Made once."""
-        found = self._stacks.get((layers, roles))
-        if found is None:
-            found = self._stacks[layers, roles] = self._make_stack(layers, roles)
-        return found
-
-    def _make_stack(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
-        if not layers or not roles:
-            raise wrong("layers, roles", "at least one of each", (layers, roles))
-        places = [self.layout.place(layer, role) for layer in layers for role in roles]
-        shapes = {page_geometry(place, self.layout.tokens_per_block) for place in places}
-        groups = {place.layer_group for place in places}
-        if len(shapes) > 1 or len(groups) > 1:
-            raise wrong(
-                "layers, roles",
-                "buffers of one layer group with equal dtype, shape and layout",
-                (layers, roles),
-                "use one call for each kind",
-            )
-        memory = [
-            (*self.pool_places[place.pool_group][place.pool], place.offset) for place in places
-        ]
-        return self.device.page_stack(memory, len(roles), shapes.pop()), groups.pop()
 
     def close(self) -> None:
         """Waits for the known streams and gives the memory back."""

@@ -222,3 +222,22 @@ def test_pages_lent_to_another_stream_are_safe_in_every_order():
 @pytest.mark.parametrize("forget", ["lend", "come home", "ticket"])
 def test_each_wait_is_needed(forget):
     assert not all(run_on_another_stream(seed, forget=forget) for seed in range(60))
+
+
+def test_changes_nobody_sends_do_not_pile_up():
+    """An engine may keep tables of its own and never prepare a batch."""
+    device = HostDevice(deferred=True, seed=1)
+    m = typed_manager(slots=64, device=device)
+    streams = [device.create_stream() for _ in range(2)]
+    for i in range(3_000):
+        with m.create_kv_cache() as kv:
+            kv.resume(streams[i % 2])
+            kv.resize(9)
+    seqs = m._runtime.control.seqs
+    assert len(seqs.dirty) <= 1_100
+    assert sum(entry.index.size for entry in seqs.dirty) < 5_000
+    (kv,) = opened(m, 9)
+    step = m.create_batch(1, 9)
+    step.prepare([kv], 9)
+    assert device.to_host(step.page_table(0), stream=kv.stream).tolist() == [row(kv)]
+    assert not seqs.dirty

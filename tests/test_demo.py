@@ -114,6 +114,12 @@ def test_the_json_document(report):
     assert document["model"]["training_parameters"] == 1_968_576
 
 
+def test_a_prompt_is_any_bytes():
+    report = run_demo(Settings(device="host", prompt="\udcff\x00é", max_tokens=2, beam_width=2))
+    assert report.passed
+    assert json.loads(as_json(report))["prompt_tokens"] == 4
+
+
 def test_progress_is_told_after_every_step(session):
     seen = []
     complete(session, b"Behold", 2, 3, seen.append)

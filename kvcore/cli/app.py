@@ -82,8 +82,7 @@ def demo(
 ) -> int:
     """Completes a prompt with a small decoder whose K/V live in kvcore pages.
 
-    Greedily and by beam search, in NumPy or CuPy. Every step's logits are checked against a run
-    with a dense cache.
+    Greedily and by beam search, in NumPy or CuPy, every step checked against a dense cache.
     """
     from kvcore.cli.live import watching
     from kvcore.cli.show import show

@@ -19,7 +19,7 @@ def as_json(report: Report) -> str:
         "device": report.device,
         "model": {**asdict(shape), **{f"training_{name}": fact for name, fact in training.items()}},
         "settings": asdict(report.settings),
-        "prompt_tokens": len(report.settings.prompt.encode()),
+        "prompt_tokens": len(report.settings.prompt_bytes),
         "tokens_per_block": TOKENS_PER_BLOCK,
         "page_bytes": report.beam.page_bytes,
         "check": {

@@ -46,6 +46,11 @@ class Settings:
         if self.max_tokens < 1:
             raise wrong("max-tokens", "at least 1", self.max_tokens)
 
+    @property
+    def prompt_bytes(self) -> bytes:
+        """The prompt as the model sees it; bytes that are no UTF-8 stay what they were."""
+        return self.prompt.encode("utf-8", "surrogateescape")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -232,7 +237,7 @@ def run_demo(settings: Settings, on_step: Callable[[Progress], None] = lambda _:
         No such GPU, or no CuPy.
     """
     begun = time.perf_counter()
-    prompt = settings.prompt.encode()
+    prompt = settings.prompt_bytes
     with open_session(settings.device) as session:
         context = session.weights.shape.context
         if len(prompt) + settings.max_tokens > context:

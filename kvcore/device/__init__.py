@@ -68,15 +68,24 @@ def _finds_gpu() -> bool:
         return False
     try:
         from kvcore.device.cuda import device_count
-    except ImportError:
+    except ImportError as error:
+        if _is_ours(error):
+            raise
         return False  # installed for another CUDA version, or its libraries are missing
     return device_count() > 0
+
+
+def _is_ours(error: ImportError) -> bool:
+    """Whether a module of kvcore itself is missing: a broken installation, not an absent CuPy."""
+    return (error.name or "").partition(".")[0] == "kvcore"
 
 
 def _open_cuda(index: int | None) -> Device:
     try:
         from kvcore.device.cuda import CudaDevice
     except ImportError as error:
+        if _is_ours(error):
+            raise
         text = f'device="cuda" needs CuPy and cuda-python: pip install "kvcore[cuda12]" ({error})'
         raise ImportError(text, name=error.name) from error
     return CudaDevice(index)

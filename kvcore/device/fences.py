@@ -58,6 +58,14 @@ class Fences:
         if owner is not stream:
             stream.wait(event)
 
+    def newest_of_each_stream(self, tickets: set[Ticket]) -> list[Ticket]:
+        """Those of `tickets` that may not have passed, and only the last of each stream."""
+        newest: dict[Stream, Ticket] = {}
+        for ticket in sorted(tickets):
+            if ticket >= self._first and self._pending:
+                newest[self._pending[ticket - self._first][2]] = ticket
+        return list(newest.values())
+
     def _forget_passed(self) -> None:
         for _ in range(2):  # twice as fast as they come, so the queue stays short
             if not self._pending or not self._pending[0][1].done():

@@ -71,6 +71,15 @@ class DeviceTables:
             )
         dirty.clear()
 
+    def compact(self, dirty: list[DirtyCells]) -> None:
+        """Merges the dirty cells of many changes, for callers who never send them.
+
+        Afterwards there is one entry of distinct cells, and one more per stream to wait for. O(cells).
+        """
+        after = self._fences.newest_of_each_stream({entry.after for entry in dirty})
+        waits = [DirtyCells(np.empty(0, np.int64), ticket) for ticket in after]
+        dirty[:] = [DirtyCells(_join(dirty)), *waits]
+
     def seal(self, stream: Stream) -> None:
         """Records that the work just enqueued on `stream` uses the table and the sent buffers.
 

@@ -382,7 +382,7 @@ def _stacks(manager: KVCacheManager) -> Iterable[tuple[PageStack, int]]:
         for (kind, group), names in roles.items():
             kinds.setdefault((group, kind, tuple(names)), []).append(layer)
     for (_, _, names), layers in kinds.items():
-        yield manager._runtime.stack(tuple(layers), names)
+        yield manager._runtime.stacks.get(tuple(layers), names)
 
 
 def _explain(

@@ -23,10 +23,33 @@ def fake_cuda(monkeypatch):
     return module
 
 
+class Unimportable(ModuleType):
+    """A CUDA package that fails to import what it needs."""
+
+    def __init__(self, missing):
+        super().__init__("kvcore.device.cuda")
+        self.missing = missing
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModuleNotFoundError(f"No module named {self.missing!r}", name=self.missing)
+
+
 @pytest.fixture
 def no_cuda(monkeypatch):
-    """No CuPy."""
-    monkeypatch.setitem(sys.modules, "kvcore.device.cuda", None)
+    """CuPy is there but can't be imported."""
+    monkeypatch.setitem(sys.modules, "kvcore.device.cuda", Unimportable("cupy"))
+    monkeypatch.setattr(kvcore.device, "find_spec", lambda name: name)
+
+
+@pytest.mark.parametrize("spec", ["auto", "cuda"])
+def test_a_broken_installation_is_not_hidden(monkeypatch, spec):
+    missing = "kvcore.device.cuda.device"
+    monkeypatch.setitem(sys.modules, "kvcore.device.cuda", Unimportable(missing))
+    monkeypatch.setattr(kvcore.device, "find_spec", lambda name: name)
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named '{missing}'"):
+        open_device(spec)
 
 
 def test_host_and_meta_by_name():

@@ -82,7 +82,7 @@ class Launch:
         self._context, self._threads, self._lock = context, threads, threading.Lock()
         self._pack = struct.Struct(head).pack_into
 
-    def __call__(self, stream: CudaStream, x: int, y: int, z: int, *values: int) -> None:
+    def __call__(self, stream: CudaStream, x: int, y: int, z: int, *values: Any) -> None:
         """Enqueues the kernel over a grid of `x * y * z` blocks, none of them 0."""
         context = self._context
         if stream.__class__ is not CudaStream or stream.context is not context:

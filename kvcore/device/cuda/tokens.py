@@ -1,0 +1,201 @@
+"""Page stacks: tokens into pages, out of them, and the test pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import cupy
+import numpy as np
+
+from kvcore.device.base import Array, PageGeometry
+from kvcore.device.checks import ANY, INT32, INT64, check_array, check_tokens
+from kvcore.device.cuda import kernels
+from kvcore.device.cuda.kernels import MAX_ROLES, MAX_UNITS, divider
+from kvcore.device.cuda.launch import Launch
+from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
+from kvcore.device.cuda.memory import CudaMemory
+from kvcore.device.cuda.streams import CudaStream
+from kvcore.errors import StateError
+from kvcore.ids import div_ceil
+
+if TYPE_CHECKING:
+    from kvcore.device.cuda.device import CudaDevice
+
+HEAD: Final = f"<Q{MAX_ROLES}Q{MAX_ROLES}qI"
+"""What every append or gather packs: mapping, bases, layer strides, units."""
+
+MAX_PLANS: Final = 256
+WORD: Final = 4  # bytes of a fingerprint's word
+
+
+class TokenPlan:
+    """A launch for arrays of certain strides and alignment."""
+
+    __slots__ = ("chunk", "cut", "launch")
+
+    def __init__(self, cut: TokenCut, launch: Launch, chunk: int) -> None:
+        self.cut, self.launch, self.chunk = cut, launch, chunk
+
+
+class TokenStack:
+    """The pages of `L` layers and `K` roles, with their addresses in device memory."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        places: Sequence[tuple[CudaMemory, int, int]],
+        num_roles: int,
+        geometry: PageGeometry,
+    ) -> None:
+        self.geometry, self.num_roles = geometry, num_roles
+        self.num_layers = len(places) // num_roles
+        self._device, self._places = device, tuple(places)
+        self._row = geometry.heads, geometry.dim
+        self._slot_tokens = geometry.expansion * geometry.page_tokens
+        self._bits = page_bits(geometry, [(m.base + offset, size) for m, size, offset in places])
+        self._plans: dict[Any, TokenPlan] = {}
+        self._table = device.empty((len(places), 4), np.int64)
+        self._num_slots = -1
+        self.pool_resized(places[0][0], places[0][0].nbytes)
+        for memory in {id(memory): memory for memory, _, _ in places}.values():
+            memory.follow(self)
+
+    @property
+    def device(self) -> CudaDevice:
+        """Who made it."""
+        return self._device
+
+    def pool_resized(self, memory: CudaMemory, nbytes: int) -> None:
+        """Tells the kernels how many slots there are now. Blocks for one small upload."""
+        num_slots = min(
+            (nbytes if its is memory else its.nbytes) // slot_bytes
+            for its, slot_bytes, _ in self._places
+        )
+        if num_slots == self._num_slots:
+            return
+        rows = [(its.base + offset, size, num_slots, 0) for its, size, offset in self._places]
+        self._device.upload(self._table, np.array(rows, np.uint64).view(np.int64))
+        self._num_slots = num_slots
+
+    def move(
+        self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: CudaStream
+    ) -> None:
+        """Append or gather (`source`); `name` is what messages call `arrays`."""
+        tokens = self._tokens(mapping)
+        shape, itemsize = (self.num_layers, tokens, *self._row), self.geometry.itemsize
+        if len(arrays) != self.num_roles:
+            check_tokens(name, arrays, cupy.ndarray, self, tokens)
+        for array in arrays:
+            if (
+                not isinstance(array, cupy.ndarray)
+                or array.shape != shape
+                or array.itemsize != itemsize
+            ):
+                check_tokens(name, arrays, cupy.ndarray, self, tokens)
+        if tokens:
+            for first in range(0, self.num_roles, MAX_ROLES):
+                some = arrays[first : first + MAX_ROLES]
+                self._move(source, mapping.data.ptr, tokens, first, some, stream)
+
+    def _move(
+        self,
+        source: str,
+        mapping: int,
+        tokens: int,
+        first: int,
+        arrays: Sequence[Array],
+        stream: CudaStream,
+    ) -> None:
+        """One launch, for at most `MAX_ROLES` roles from `first` on."""
+        bits, layers, roles = 0, self.num_layers, len(arrays)
+        bases, steps, strides = [0] * MAX_ROLES, [0] * MAX_ROLES, []
+        for i, array in enumerate(arrays):
+            base, (layer, *rest) = array.data.ptr, array.strides
+            bases[i] = base
+            bits |= base
+            if layers > 1:
+                steps[i] = layer
+                bits |= layer
+            strides.append(tuple(rest))
+        key = source, first, bits & 15, *strides
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(key, source, first, strides, bits)  # type: ignore[arg-type]
+        units = tokens * plan.cut.token_units
+        if units > MAX_UNITS:
+            step = MAX_UNITS // plan.cut.token_units
+            for start in range(0, tokens, step):
+                part = [array[:, start : start + step] for array in arrays]
+                count = min(step, tokens - start)
+                self._move(source, mapping + 8 * start, count, first, part, stream)
+            return
+        blocks = -(-units // plan.chunk)
+        plan.launch(stream, blocks, roles, layers, mapping, *bases, *steps, units)
+
+    def write_fingerprints(self, mapping: Array, keys: Array, stream: CudaStream) -> None:
+        """The pattern into every token."""
+        self._fingerprint("write_fingerprints", mapping, keys, 0, stream)
+
+    def verify_fingerprints(
+        self, mapping: Array, keys: Array, bad: Array, stream: CudaStream
+    ) -> None:
+        """Counts wrong words into `bad`."""
+        check_array("bad", bad, cupy.ndarray, INT32, (self._tokens(mapping),))
+        check_array("keys", keys, cupy.ndarray, INT64, (len(mapping),))
+        self._device.fill_words(bad, 0, stream=stream)
+        self._fingerprint("verify_fingerprints", mapping, keys, bad.data.ptr, stream)
+
+    def _fingerprint(
+        self, entry: str, mapping: Array, keys: Array, bad: int, stream: CudaStream
+    ) -> None:
+        tokens, g = self._tokens(mapping), self.geometry
+        check_array("keys", keys, cupy.ndarray, INT64, (tokens,))
+        size = g.heads * g.dim * g.itemsize
+        words = div_ceil(size, WORD)
+        step = max(MAX_UNITS // words, 1)
+        launch, source = self._device.launch("fingerprint", entry), kernels.SOURCES["fingerprint"]
+        cuts = *divider(words), *divider(g.dim * g.itemsize)
+        for start in range(0, tokens, step):
+            count = min(step, tokens - start) * words
+            offset = 4 * start if bad else 0
+            pointers = mapping.data.ptr + 8 * start, keys.data.ptr + 8 * start, bad + offset
+            grid = div_ceil(count, source.threads), self.num_roles, self.num_layers
+            launch(stream, *grid, *self._pages(0), *pointers, count, size, *cuts)
+
+    def _tokens(self, mapping: Array) -> int:
+        """The length of a mapping, after a look at it."""
+        if not self._device.known("mapping", mapping):
+            check_array("mapping", mapping, cupy.ndarray, INT32, (ANY, 2))
+            self._device.remember("mapping", mapping)
+        for memory, _, _ in self._places:
+            if memory.closed:
+                raise StateError("stack: a memory that its pages lie in was closed")
+        return int(mapping.shape[0])
+
+    def _pages(self, first_role: int) -> tuple[int, ...]:
+        """The fields of `Pages`."""
+        g = self.geometry
+        strides = g.page_bytes, g.token_stride, g.head_stride
+        counts = self._slot_tokens, self.num_roles, first_role
+        return self._table.data.ptr, *strides, *divider(g.page_tokens), *counts
+
+    def _plan(
+        self, key: Any, name: str, first: int, strides: Sequence[Strides], bits: int
+    ) -> TokenPlan:
+        """Chooses the kernel for a new combination of strides, and fills its constants in."""
+        source = self._device.source(name)
+        cut = cut_token(self.geometry, self._bits, strides, bits)
+        launch = self._device.new_launch(source, f"{name}{cut.suffix}", HEAD)
+        fields = launch.block
+        table, *steps = self._pages(first)
+        fields["pages"] = table, *steps[:3], tuple(steps[3:6]), *steps[6:]
+        for i, axis in enumerate(("token", "head", "item")):
+            fields[axis][0, : len(strides)] = [its[i] for its in strides]
+        fields["token_units"] = divider(cut.token_units)
+        fields["head_units"] = divider(cut.head_units)
+        fields["item_units"] = divider(cut.item_units)
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        plan = self._plans[key] = TokenPlan(cut, launch, source.chunk)
+        return plan
