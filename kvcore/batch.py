@@ -331,10 +331,9 @@ class Batch:
         runtime, geometry = self._runtime, stack.geometry
         first = layers if isinstance(layers, int) else layers[0]
         declared = str(runtime.layout.place(first, role).buffer.dtype)
-        try:
-            dtype = np.dtype(declared)
-        except TypeError:
-            dtype = np.dtype(f"u{geometry.itemsize}")
+        # Not "what np.dtype knows": other packages teach it names, and the type must not depend on it.
+        foreign = declared.startswith(("bfloat16", "float8", "float4"))
+        dtype = np.dtype(f"u{geometry.itemsize}" if foreign else declared)
         shape = (self.num_tokens, geometry.heads, geometry.dim)
         if not isinstance(layers, int):
             shape = (stack.num_layers, *shape)  # type: ignore[assignment]

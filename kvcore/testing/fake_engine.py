@@ -45,6 +45,8 @@ class _Look:
     defined: NDArray[np.bool_]
     different: list[Array]  # words that differ from the pattern, per kind of buffer
     unlike: list[Array]  # the same against a wrong key: 0 if the token was not read at all
+    tables: list[Array]  # the page table rows as a kernel saw them, per layer group
+    rows: list[list[list[int]]]  # and as they were when it was enqueued
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,8 @@ class FakeEngine:
         different = self._compare(lane, right.size, on)
         self._device.from_host(-1 - right, lane.keys[: right.size], stream=on)
         unlike = self._compare(lane, right.size, on)
-        self._looks.append(_Look(on, names, right, defined, different, unlike))
+        seen, rows = self._read_tables(lane, part[0], on)
+        self._looks.append(_Look(on, names, right, defined, different, unlike, seen, rows))
 
     def _compare(self, lane: _Lane, size: int, stream: Stream) -> list[Array]:
         results = []
@@ -197,10 +200,34 @@ class FakeEngine:
             results.append(bad)
         return results
 
+    def _read_tables(
+        self, lane: _Lane, kv_caches: Sequence[KVCache], stream: Stream
+    ) -> tuple[list[Array], list[list[list[int]]]]:
+        """Reads the rows of a prepared step in place, as an attention kernel does."""
+        tables, rows = [], []
+        for group in range(len(self.manager.layout.layer_groups)):
+            rows.append(
+                [
+                    kv.get_base_page_indices(group, beam).tolist()
+                    for kv in kv_caches
+                    for beam in range(kv.beam_width)
+                ]
+            )
+            seen = self._device.empty((len(rows[-1]), max(map(len, rows[-1]))), np.int32)
+            table, own = self.manager.page_table(group), lane.batch.rows[: len(seen)]
+            self._device.take_rows(table, own, seen, stream=stream)
+            tables.append(seen)
+        return tables, rows
+
     def settle(self) -> None:
-        """Waits for every enqueued comparison. BLOCKS. Raises `ContentError` for the first difference."""
+        """Waits for every enqueued comparison. BLOCKS. Raises `ContentError` for a difference."""
         looks, self._looks = self._looks, []
         for look in looks:
+            for seen, rows in zip(look.tables, look.rows, strict=True):
+                found = self._device.to_host(seen, stream=look.stream).tolist()
+                cut = [row[: len(own)] for row, own in zip(found, rows, strict=True)]
+                if cut != rows:
+                    raise ContentError(f"page table rows: expected {rows}, a kernel saw {cut}")
             for different, unlike in zip(look.different, look.unlike, strict=True):
                 words = self._device.to_host(different, stream=look.stream)
                 unread = self._device.to_host(unlike, stream=look.stream) == 0

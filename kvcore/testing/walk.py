@@ -15,6 +15,8 @@ from kvcore.config import (
     KVCacheManagerConfig,
 )
 from kvcore.device.base import Device
+from kvcore.device.host import HostDevice
+from kvcore.device.simulated import Gate
 from kvcore.errors import StateError
 from kvcore.manager import KVCacheManager
 from kvcore.testing.check import OracleError, check
@@ -93,6 +95,21 @@ def small_config(
     )
 
 
+def draw_config(draw: Draw) -> KVCacheManagerConfig:
+    """A small configuration for a walk."""
+    width = draw.pick([1, 2, 3, 4, 4])
+    return small_config(
+        tokens_per_block=draw.pick([1, 2, 4]),
+        slots=draw.number(5, 28),
+        scales=draw.pick([False, True]),
+        max_beam_width=width,
+        max_rows=draw.pick([None, None, width + 2]),
+        max_sequences=draw.pick([4, 16]),
+        max_util_for_resume=draw.pick([1.0, 1.0, 0.6]),
+        max_seq_len=draw.pick([None, None, None, 9]),
+    )
+
+
 class Walk:
     """One manager, its model, and the actions that may happen to them.
 
@@ -106,7 +123,8 @@ class Walk:
         self.manager = KVCacheManager(config, device=device)
         self.lockstep = Lockstep(self.manager)
         self.block = config.tokens_per_block
-        self.streams = [device.create_stream() for _ in range(2)]
+        self.streams = [device.create_stream() for _ in range(3)]
+        self.gates: list[Gate] = []
         self.closed: list[Pair] = []
         self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
 
@@ -118,7 +136,7 @@ class Walk:
 
     def stream(self) -> object:
         """None, or one of the streams."""
-        return self.draw.pick([None, None, *self.streams])
+        return self.draw.pick([None, *self.streams])
 
     def pair(self, *, active: bool = True) -> Pair | None:
         """A sequence, usually in the state asked for; None if there is none at all."""
@@ -212,7 +230,7 @@ class Walk:
         """Gives one another width."""
         if pair := self.pair():
             most = self.manager.config.max_beam_width
-            width = self.draw.number(1, most)
+            width = self.draw.pick([most, most, self.draw.number(1, most)])
             if self.one_in(16):
                 width = self.draw.pick([0, most + 1])
             parents = self.parents(pair, width) if self.one_in(3) else None
@@ -243,11 +261,25 @@ class Walk:
         pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
         if self.lockstep.advance(pairs, 1):
             starts = [pair.model.history_length for pair in pairs]
-            self.lockstep.write(pairs, starts, [p.model.capacity - s for p, s in zip(pairs, starts)])
+            counts = [p.model.capacity - s for p, s in zip(pairs, starts, strict=True)]
+            self.lockstep.write(pairs, starts, counts, self.stream())
             for pair in pairs:
                 self.lockstep.resize(pair, None, pair.model.capacity)
                 if pair.model.beam_width > 1:
                     self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width))
+
+    def hold(self) -> None:
+        """Delays a stream: what was enqueued behind the gate stays there until `release`."""
+        if isinstance(self.device, HostDevice) and self.device.deferred:
+            gate = Gate()
+            self.gates.append(gate)
+            self.draw.pick([self.device.default_stream, *self.streams]).wait(gate)
+
+    def release(self) -> None:
+        """Lets all streams go on."""
+        for gate in self.gates:
+            gate.open()
+        self.gates.clear()
 
     def look(self) -> None:
         """Enqueues a comparison of everything."""
@@ -255,7 +287,8 @@ class Walk:
 
     def settle(self) -> None:
         """Compares everything now."""
-        self.lockstep.look()
+        self.release()
+        self.lockstep.look(self.stream())
         self.lockstep.settle()
         if self.device.has_memory:
             check(self.manager, device=True)
@@ -275,6 +308,7 @@ class Walk:
         slots, offsets = self.manager.slot_mapping(reals, counts, start=starts)
         _same("slot_mapping", expected, list(zip(slots.tolist(), offsets.tolist(), strict=True)))
         if self._batch is not None and len(expected) <= 256:
+            self.release()
             self._batch.prepare(reals, counts, start=starts, stream=self.stream())
             found = self.device.to_host(self._batch.mapping[0], stream=self._batch._on(None))
             padding = [(-1, 0)] * (256 - len(expected))
@@ -356,6 +390,8 @@ WEIGHTS: Final = {
     "write": 6,
     "decode": 5,
     "look": 3,
+    "hold": 3,
+    "release": 1,
     "settle": 1,
     "map": 1,
     "bind": 1,
