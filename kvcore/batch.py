@@ -331,7 +331,7 @@ class Batch:
         runtime, geometry = self._runtime, stack.geometry
         first = layers if isinstance(layers, int) else layers[0]
         declared = str(runtime.layout.place(first, role).buffer.dtype)
-        # Not "what np.dtype knows": other packages teach it names, and the type must not depend on it.
+        # Not "what np.dtype knows": other packages teach it names; the type must not depend on them.
         foreign = declared.startswith(("bfloat16", "float8", "float4"))
         dtype = np.dtype(f"u{geometry.itemsize}" if foreign else declared)
         shape = (self.num_tokens, geometry.heads, geometry.dim)

@@ -18,7 +18,7 @@ from kvcore.errors import wrong, wrong_type
 
 T = TypeVar("T")
 
-LONGEST = 1 << 30  # tokens; positions and page indices stay within int32
+LONGEST = (1 << 30) - 1  # tokens; a capacity plus a count stays within int32
 
 
 def as_int(

@@ -109,8 +109,9 @@ class KVCache(Beams):
         runtime = self._runtime
         with runtime.lock:
             sequence = self._active("suspend")
+            after = runtime.moment(sequence)
             runtime.bound_rows.release(sequence)
-            runtime.control.seqs.park(sequence, runtime.moment(sequence))
+            runtime.control.seqs.park(sequence, after)
             runtime.forget_batch()
 
     def close(self) -> None:

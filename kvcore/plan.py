@@ -40,14 +40,6 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Slots taken for new blocks."""
-
-    tickets: tuple[Int64, ...]
-    """Moments to wait for before the new slots are written, one array per layer group."""
-
-
-@dataclass(frozen=True, slots=True)
 class Rebinding:
     """New rows for the beams of one sequence: worked out and paid for, not yet published."""
 

@@ -135,8 +135,8 @@ class PoolQueries:
     ) -> int:
         """The longest one sequence can become in the pools beside `batch_size - 1` minimal ones.
 
-        See `kvcore.control.sizing.max_seq_len_that_fits`, which counts with the demand function that
-        sizes the pools. At most `bound` tokens; 0 if not even one block fits.
+        See `kvcore.control.sizing.max_seq_len_that_fits`, which counts with the demand function
+        that sizes the pools. At most `bound` tokens; 0 if not even one block fits.
         """
         runtime = self._runtime
         return max_seq_len_that_fits(

@@ -21,7 +21,7 @@ from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import NO_TICKET, Ticket
-from kvcore.plan import Growth, PageCopies
+from kvcore.plan import PageCopies
 from kvcore.stacks import PageStacks
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ class Runtime:
             for memories, group in zip(pools, layout.pool_groups, strict=True)
         ]
         self.stacks = PageStacks(layout, device, self.pool_places)
+        shape, groups = control.seqs.shape, control.pool_group_of
+        holds = min(s.capacity // groups.count(i) for i, s in enumerate(control.slots))
+        bounded = config.max_seq_len is not None or shape.max_blocks < holds
+        self.longest = shape.max_seq_len if bounded else None  # None: pages run out first
         self.default_stream = default_stream
         self.lock = threading.RLock()
         self.fences = Fences()
@@ -217,11 +221,12 @@ class Runtime:
 
     def come_home(self, sequence: int) -> None:
         """Makes a sequence's own stream wait for the streams its pages were lent to."""
-        lent = self._lent.pop(sequence, None) if self._lent else None
+        lent = self._lent.get(sequence) if self._lent else None
         owner = self.stream_of(sequence)
         if lent and owner is not None:
             for stream in lent:
                 owner.wait(stream.record())
+            del self._lent[sequence]
 
     def moment(self, sequence: int) -> Ticket:
         """A ticket for the end of everything enqueued so far on a sequence's pages."""
@@ -231,10 +236,9 @@ class Runtime:
 
     def wait(self, sequences: Index, tickets: tuple[Int64, ...]) -> None:
         """Makes the streams of `sequences` wait for `tickets`."""
-        if tickets:
-            for stream in self.streams_of(sequences):
-                for some in tickets:
-                    self.fences.wait(stream, some)
+        for stream in self.streams_of(sequences):
+            for some in tickets:
+                self.fences.wait(stream, some)
 
     # -- transactions ------------------------------------------------------------------------------
 
@@ -247,30 +251,25 @@ class Runtime:
         shape = seqs.shape
         blocks = -(-capacity // shape.tokens_per_block)
         self._check_reach(sequences, capacity, blocks)
-        # No row can outgrow the table: it has a block for every slot, or max_seq_len was checked.
-        return self._grown(sequences, self.control.grow(sequences, blocks))
+        # No row can outgrow the table: it has a block for every slot, or the reach was checked.
+        if not self.control.grow(sequences, blocks, self.wait):
+            return False
+        if self.bound_rows:
+            self.bound_rows.refresh_all(sequences)
+        return True
 
     def grow_one(self, sequence: int, capacity: int) -> bool:
         """`grow` of one sequence."""
         seqs = self.control.seqs
         blocks = -(-capacity // seqs.shape.tokens_per_block)
-        plain = not self.bound_rows and self.config.max_seq_len is None
+        plain = not self.bound_rows and self.longest is None
         if plain and blocks == seqs.num_blocks[sequence] + 1 and seqs.width[sequence] == 1:
-            return self._grown(None, self.control.grow_by_one(sequence), sequence)
+            return self.control.grow_by_one(sequence, self.wait)
         # NO_LIMIT is above any reach, so larger wishes are refused like it
         return self.grow(np.array([sequence]), np.array([min(capacity, NO_LIMIT)], np.int32))
 
-    def _grown(self, sequences: Index | None, growth: Growth | None, one: int = -1) -> bool:
-        if growth is None:
-            return False
-        if growth.tickets:
-            self.wait(np.array([one]) if sequences is None else sequences, growth.tickets)
-        if self.bound_rows and sequences is not None:
-            self.bound_rows.refresh_all(sequences)
-        return True
-
     def _check_reach(self, sequences: Index, capacity: Int32, blocks: Int32) -> None:
-        longest = self.config.max_seq_len
+        longest = self.longest
         if longest is not None and int(capacity.max()) > longest:
             raise wrong("capacity", f"at most max_seq_len={longest}", int(capacity.max()))
         if self.bound_rows:
@@ -286,10 +285,12 @@ class Runtime:
 
     def shrink(self, sequences: Index, blocks: Int32) -> None:
         """Frees the blocks from `blocks[i]` on; later owners wait for each sequence's stream."""
-        for stream, part in self._by_stream(sequences):
+        parts = []
+        for stream, part in self._by_stream(sequences):  # what can fail comes first
             for sequence in sequences[part].tolist():
                 self.come_home(sequence)
-            ticket = NO_TICKET if stream is None else self.fences.record(stream)
+            parts.append((part, NO_TICKET if stream is None else self.fences.record(stream)))
+        for part, ticket in parts:
             self.control.shrink(sequences[part], blocks[part], ticket)
         if self.bound_rows:
             self.bound_rows.refresh_all(sequences)

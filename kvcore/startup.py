@@ -8,6 +8,7 @@ from kvcore.control.plane import ControlPlane
 from kvcore.control.sequences import TableShape
 from kvcore.control.sizing import solve_slots
 from kvcore.device.base import Device, Memory
+from kvcore.errors import wrong
 from kvcore.ids import align_up, div_ceil
 from kvcore.layer_config import AttentionLayerConfig, SsmLayerConfig
 from kvcore.layout import Layout, build_layout
@@ -29,7 +30,11 @@ def open_runtime(config: KVCacheManagerConfig, device: Device, stream: object) -
         tuple(int(group.pool_group) for group in layout.layer_groups),
     )
     pools = _reserve_pools(device, layout, num_slots, grain)
-    return Runtime(config, layout, device, control, pools, default)
+    try:
+        return Runtime(config, layout, device, control, pools, default)
+    except BaseException:
+        _close(pools)
+        raise
 
 
 def refuse_unbuilt(config: KVCacheManagerConfig, event_manager: object) -> None:
@@ -61,6 +66,8 @@ def _table_shape(
 ) -> TableShape:
     T = config.tokens_per_block  # noqa: N806 - the field's symbol
     holds = min(num_slots[group.id] // len(group.layer_groups) for group in layout.pool_groups)
+    if (config.max_seq_len or 0) > LONGEST:
+        raise wrong("max_seq_len", f"at most {LONGEST}", config.max_seq_len)
     longest = config.max_seq_len or min(holds * T, align_up(LONGEST - T + 1, T))
     rows = max(config.max_sequences, min(config.max_sequences * config.max_beam_width, MOST_ROWS))
     return TableShape(
@@ -86,7 +93,11 @@ def _reserve_pools(
                 nbytes = align_up(count * slot_bytes, grain)
                 pools[-1].append(device.reserve(nbytes, nbytes, grain))
     except BaseException:
-        for memory in (memory for group_pools in pools for memory in group_pools):
-            memory.close()
+        _close(pools)
         raise
     return pools
+
+
+def _close(pools: list[list[Memory]]) -> None:
+    for memory in (memory for group in pools for memory in group):
+        memory.close()

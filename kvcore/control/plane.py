@@ -5,17 +5,21 @@ Each method either does all of its work or nothing. Room is checked before anyth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.sequences import SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
 from kvcore.ids import NO_SLOT, Ticket, div_ceil
-from kvcore.plan import Growth
 
 Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+Wait = Callable[[Index, tuple[Int64, ...]], None]
+"""Makes the streams of some sequences wait for tickets."""
 
 
 class ControlPlane:
@@ -49,50 +53,57 @@ class ControlPlane:
             short += max(0, pages_per_group * groups - slots.num_free)
         return short
 
-    def grow(self, sequences: Index, blocks: Int32) -> Growth | None:
+    def _await_next(self, sequences: Index, pages_per_group: int, wait: Wait) -> None:
+        """Calls `wait` with the moments after which the next slots may be written, if any."""
+        ahead = (
+            slots.next_tickets(pages_per_group * groups)
+            for slots, groups in zip(self.slots, self._groups_in, strict=True)
+        )
+        tickets = tuple(after for after in ahead if after is not None)
+        if tickets:
+            wait(sequences, tickets)
+
+    def grow(self, sequences: Index, blocks: Int32, wait: Wait) -> bool:
         """Gives every beam of `sequences[i]` pages up to `blocks[i]` blocks, all or none.
 
-        `blocks` is above the present block counts. Returns None if slots are short. Capacities are
-        the caller's to write. O(new pages), a handful of vector operations for any batch.
+        `blocks` is above the present block counts. False if slots are short. `wait` gets the
+        moments to wait for before the new slots are written, and may fail: nothing has changed
+        yet. Capacities are the caller's to write. O(new pages), a handful of vector operations for
+        any batch.
         """
         seqs = self.seqs
         low = seqs.num_blocks[sequences]
         count = blocks - low
         pages = int(np.add.reduce(count * seqs.width[sequences], dtype=np.int64))
         if self.missing(pages):
-            return None
+            return False
         index = seqs.span(sequences, low, count, pages)
-        tickets = []
+        self._await_next(sequences, pages, wait)
         for group, slots in enumerate(self.slots_of):
             taken = slots.take(pages)
             where = index + group * seqs.shape.max_blocks if group else index
             seqs.cells[where] = taken
             seqs.mark(where)
-            after = slots.tickets(taken)
-            if after is not None:
-                tickets.append(after)
         self._set_blocks(sequences, blocks)
-        return Growth(tuple(tickets))
+        return True
 
-    def grow_by_one(self, sequence: int) -> Growth | None:
+    def grow_by_one(self, sequence: int, wait: Wait) -> bool:
         """`grow` of one sequence of width 1 by one block, without array arithmetic."""
         seqs = self.seqs
         if self.missing(1):
-            return None
+            return False
+        self._await_next(np.array([sequence]), 1, wait)
         block = int(seqs.num_blocks[sequence])
         first = int(seqs.rows[sequence, 0]) * seqs.row_stride + block
-        tickets = []
         for group, slots in enumerate(self.slots_of):
             where = first + group * seqs.shape.max_blocks
             slot = slots.take_one()
             seqs.cells[where] = slot
             if seqs.shape.twin:
                 seqs.mark(np.array([where]))
-            if slots.newest_ticket:
-                tickets.append(slots.reusable_after[slot : slot + 1])
         seqs.num_blocks[sequence] = block + 1
         seqs.limit[sequence] = seqs.limit_of(block + 1)
-        return Growth(tuple(tickets))
+        return True
 
     def _set_blocks(self, sequences: Index, blocks: Int32) -> None:
         shape = self.seqs.shape  # the longest sequence ends below 2**31

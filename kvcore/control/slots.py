@@ -57,6 +57,12 @@ class SlotTable:
         """The moments to wait for before `slots` are written; None if no ticket was ever given."""
         return self.reusable_after[slots] if self.newest_ticket else None
 
+    def next_tickets(self, count: int) -> Int64 | None:
+        """`tickets` of the slots that `count` takes would hand out next."""
+        if not self.newest_ticket:
+            return None
+        return self.reusable_after[self._stack[self.num_free - count : self.num_free]]
+
     def hold(self, slots: Int32) -> None:
         """Adds a holder per entry; entries may repeat. O(n log n)."""
         distinct, counts = np.unique(slots, return_counts=True)

@@ -35,9 +35,9 @@ class DeviceTables:
         self._cells = host.reshape(-1)
         self._row_bytes = host[0].nbytes
         grain = device.grain(0)
+        self._ring = StagingRing(device)  # first: it has nothing to give back if the next fails
         self._memory = device.reserve(max(host.nbytes, 1), 0, grain)
         self._ready_rows = 0
-        self._ring = StagingRing(device)
         self._last: tuple[Stream, Event] | None = None
         self._leased: list[NDArray[np.uint8]] = []  # sent, not yet sealed
         self.array: Array = self._memory.array(np.int32, host.shape)
@@ -74,7 +74,7 @@ class DeviceTables:
     def compact(self, dirty: list[DirtyCells]) -> None:
         """Merges the dirty cells of many changes, for callers who never send them.
 
-        Afterwards there is one entry of distinct cells, and one more per stream to wait for. O(cells).
+        Afterwards there is one entry of distinct cells, and one per stream to wait for. O(cells).
         """
         after = self._fences.newest_of_each_stream({entry.after for entry in dirty})
         waits = [DirtyCells(np.empty(0, np.int64), ticket) for ticket in after]

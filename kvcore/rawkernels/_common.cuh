@@ -2,7 +2,7 @@
 // text it compiles, not the contents of our includes. Sizes are bytes unless a name says otherwise.
 //
 // All kernels are made of independent threads: no shared memory, no barriers, no warp votes. So the
-// same text also compiles as plain C++ for the tests (tests/cpu_shim.h).
+// same text also compiles as plain C++ for the tests (tests/kernels/cpu_shim.h).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -166,22 +166,42 @@ __device__ __forceinline__ u64 token_address(
 struct Pool {
     u64 base;
     i64 slot_bytes;
-    i64 num_slots;     // slots backed by memory
-    u32 first_chunk;   // first block of the grid that works on this pool
-    Divider chunks;    // blocks of the grid per slot
+    u32 before;      // chunks of one slot in all pools before this one
+    Divider chunks;  // chunks of one slot in this pool
 };
 
-// Which slots to work on: in device memory, or in the arguments where `slots` is null.
 struct SlotArgs {
     const i32* slots;  // [2, num_slots]: sources, targets
-    u32 num_slots;
-    u32 num_pools;
+    u32 num_slots;     // slots to work on
+    u32 limit;         // slots that every pool has
     u32 pattern;       // fill_pages: the byte, four times
-    u32 reserved;
+    u32 num_pools;
     Pool pools[MAX_POOLS];
 };
 
 struct InlineSlotArgs {
-    SlotArgs args;
+    SlotArgs args;              // with `slots` unused
     i32 slots[2 * MAX_INLINE];  // [2, MAX_INLINE]
 };
+
+// What a block of the grid works on: one chunk of one slot of one pool. Blocks go pool by pool, slot
+// by slot, chunk by chunk.
+struct Chunk {
+    u32 pool;   // range [0, num_pools)
+    u32 entry;  // which of the slots to work on, range [0, num_slots)
+    i64 first;  // this thread's first unit of the slot, range [0, units of a slot + CHUNK)
+};
+
+__device__ __forceinline__ Chunk chunk_of(const SlotArgs& a) {
+    Chunk c;
+    c.pool = 0;
+    while (c.pool + 1 < a.num_pools && blockIdx.x >= a.pools[c.pool + 1].before * a.num_slots) {
+        ++c.pool;
+    }
+    const Pool& pool = a.pools[c.pool];
+    const u32 chunk = blockIdx.x - pool.before * a.num_slots;  // range [0, num_slots * chunks)
+    c.entry = quotient(chunk, pool.chunks);
+    const u32 part = chunk - c.entry * pool.chunks.div;        // range [0, chunks of a slot)
+    c.first = static_cast<i64>(part) * CHUNK + threadIdx.x;
+    return c;
+}

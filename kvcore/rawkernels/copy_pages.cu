@@ -7,17 +7,11 @@ template <int BYTES>
 __device__ __forceinline__ void copy_chunk(
     const SlotArgs& a, const i32* sources, const i32* targets) {
     typedef typename Unit<BYTES>::type Vector;
-    u32 which = 0;  // range [0, num_pools)
-    while (which + 1 < a.num_pools && blockIdx.x >= a.pools[which + 1].first_chunk) ++which;
-    const Pool& pool = a.pools[which];
-    const u32 chunk = blockIdx.x - pool.first_chunk;  // range [0, num_slots * chunks of a slot)
-    const u32 pair = quotient(chunk, pool.chunks);    // range [0, num_slots)
-    const u32 part = chunk - pair * pool.chunks.div;  // range [0, chunks of a slot)
-    const i32 source = sources[pair];
-    const i32 target = targets[pair];
-    if (source < 0 || source >= pool.num_slots || target < 0 || target >= pool.num_slots) return;
-    // range [0, units of a slot + CHUNK)
-    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;
+    const Chunk c = chunk_of(a);
+    const u32 source = sources[c.entry];  // as unsigned numbers, negative ones are past the limit
+    const u32 target = targets[c.entry];
+    if (source >= a.limit || target >= a.limit) return;
+    const Pool& pool = a.pools[c.pool];
     const i64 units = pool.slot_bytes / BYTES;
     const u64 from = pool.base + source * pool.slot_bytes;
     const u64 to = pool.base + target * pool.slot_bytes;
@@ -25,12 +19,12 @@ __device__ __forceinline__ void copy_chunk(
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         // The last block of a slot reads its last unit again rather than branch around a load.
-        const i64 unit = min(first + v * THREADS, units - 1);  // range [0, units)
+        const i64 unit = min(c.first + v * THREADS, units - 1);  // range [0, units)
         data[v] = load_once<Vector>(from + unit * BYTES);
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const i64 unit = first + v * THREADS;  // range [0, units) where it counts
+        const i64 unit = c.first + v * THREADS;  // range [0, units) where it counts
         if (unit < units) store(to + unit * BYTES, data[v]);
     }
 }

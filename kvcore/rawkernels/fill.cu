@@ -22,23 +22,17 @@ KERNEL(fill_words, WordArgs) {
 template <int BYTES>
 __device__ __forceinline__ void fill_chunk(const SlotArgs& a, const i32* slots) {
     typedef typename Unit<BYTES>::type Vector;
-    u32 which = 0;  // range [0, num_pools)
-    while (which + 1 < a.num_pools && blockIdx.x >= a.pools[which + 1].first_chunk) ++which;
-    const Pool& pool = a.pools[which];
-    const u32 chunk = blockIdx.x - pool.first_chunk;   // range [0, num_slots * chunks of a slot)
-    const u32 entry = quotient(chunk, pool.chunks);    // range [0, num_slots)
-    const u32 part = chunk - entry * pool.chunks.div;  // range [0, chunks of a slot)
-    const i32 slot = slots[entry];
-    if (slot < 0 || slot >= pool.num_slots) return;
-    // range [0, units of a slot + CHUNK)
-    const i64 first = static_cast<i64>(part) * CHUNK + threadIdx.x;
+    const Chunk c = chunk_of(a);
+    const u32 slot = slots[c.entry];  // as an unsigned number, a negative one is past the limit
+    if (slot >= a.limit) return;
+    const Pool& pool = a.pools[c.pool];
     const i64 units = pool.slot_bytes / BYTES;
     const u64 base = pool.base + slot * pool.slot_bytes;
     Vector data;
     splat(data, a.pattern);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const i64 unit = first + v * THREADS;  // range [0, units) where it counts
+        const i64 unit = c.first + v * THREADS;  // range [0, units) where it counts
         if (unit < units) store(base + unit * BYTES, data);
     }
 }

@@ -7,7 +7,7 @@ and `Lockstep` drives both with the same calls. `FakeEngine` follows the content
 
 from kvcore.testing.check import OracleError, check
 from kvcore.testing.fake_engine import ContentError, FakeEngine
-from kvcore.testing.faults import Fault, fail_at
+from kvcore.testing.faults import Fault, FaultError, fail_at
 from kvcore.testing.lockstep import Lockstep
 from kvcore.testing.model import ModelKVCache, ModelManager
 
@@ -15,6 +15,7 @@ __all__ = [
     "ContentError",
     "FakeEngine",
     "Fault",
+    "FaultError",
     "Lockstep",
     "ModelKVCache",
     "ModelManager",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -51,10 +51,21 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Lane:
-    """A batch and the keys of its tokens."""
+    """A batch, a mapping of our own, and the keys of the tokens in either."""
 
     batch: Batch
+    mapping: Array
     keys: Array
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a launch works on."""
+
+    stream: Stream
+    mapping: Array
+    keys: Array
+    rows: Array | None
 
 
 class FakeEngine:
@@ -75,6 +86,9 @@ class FakeEngine:
         Most rows and tokens in one launch; larger work is cut into several.
     poison : bool
         Whether to overwrite pages before they are given up.
+    delay : callable, optional
+        Called with the stream between preparing a launch and its work: the place for a latch or a
+        delay kernel that widens races.
 
     Examples
     --------
@@ -106,8 +120,9 @@ class FakeEngine:
         max_rows: int = 64,
         max_tokens: int = 1024,
         poison: bool = True,
+        delay: Callable[[Stream], None] | None = None,
     ) -> None:
-        self.manager, self.poison = manager, poison
+        self.manager, self.poison, self.delay = manager, poison, delay
         self._runtime, self._device = manager._runtime, manager.device
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._lanes: dict[int, _Lane] = {}
@@ -135,6 +150,7 @@ class FakeEngine:
         *,
         start: int | Sequence[int] | None = None,
         stream: object = None,
+        own_table: bool = False,
     ) -> None:
         """Fills tokens of all beams with new patterns.
 
@@ -147,6 +163,9 @@ class FakeEngine:
             the history length.
         stream : optional
             As for `Batch.prepare`.
+        own_table : bool
+            Finds the pages in the host's table, as an engine does that has device tables of its own,
+            instead of preparing a batch. The caches must be bound to one stream, where it runs.
 
         Notes
         -----
@@ -163,18 +182,23 @@ class FakeEngine:
                     lineage += [None] * (first - len(lineage))
                     lineage[first : first + count] = fresh
                     keys += fresh
-            lane, on = self._prepare(part, np.array(keys, np.int64), stream)
+            step = self._prepare(part, np.array(keys, np.int64), stream, own_table)
             for stack, group in self._stacks:
-                mapping = lane.batch.mapping[group, : len(keys)]
-                self._device.write_fingerprints(stack, mapping, lane.keys[: len(keys)], stream=on)
+                mapping = step.mapping[group, : len(keys)]
+                self._device.write_fingerprints(stack, mapping, step.keys, stream=step.stream)
 
-    def look(self, kv_caches: Sequence[KVCache], *, stream: object = None) -> None:
-        """Enqueues a comparison of every promised token of active caches; `settle` tells the result."""
+    def look(
+        self, kv_caches: Sequence[KVCache], *, stream: object = None, own_table: bool = False
+    ) -> None:
+        """Enqueues a comparison of every promised token of active caches; `settle` tells the result.
+
+        The arguments are those of `write`.
+        """
         lengths = [kv.capacity for kv in kv_caches]
         for part in self._parts(kv_caches, [0] * len(lengths), lengths):
-            self._look(part, stream)
+            self._look(part, stream, own_table)
 
-    def _look(self, part: _Part, stream: object) -> None:
+    def _look(self, part: _Part, stream: object, own_table: bool) -> None:
         names, keys = [], []
         for kv, first, count in zip(*part, strict=True):
             for beam in range(kv.beam_width):
@@ -184,26 +208,28 @@ class FakeEngine:
             return
         defined = np.array([key is not None for key in keys])
         right = np.array([key or 0 for key in keys], np.int64)
-        lane, on = self._prepare(part, right, stream)
-        different = self._compare(lane, right.size, on)
-        self._device.from_host(-1 - right, lane.keys[: right.size], stream=on)
-        unlike = self._compare(lane, right.size, on)
-        seen, rows = self._read_tables(lane, part[0], on)
-        self._looks.append(_Look(on, names, right, defined, different, unlike, seen, rows))
+        step = self._prepare(part, right, stream, own_table)
+        different = self._compare(step)
+        self._device.from_host(-1 - right, step.keys, stream=step.stream)
+        unlike = self._compare(step)
+        seen, rows = self._read_tables(step, part[0])
+        self._looks.append(_Look(step.stream, names, right, defined, different, unlike, seen, rows))
 
-    def _compare(self, lane: _Lane, size: int, stream: Stream) -> list[Array]:
+    def _compare(self, step: _Step) -> list[Array]:
         results = []
         for stack, group in self._stacks:
-            bad = self._device.empty((size,), np.int32)
-            mapping, keys = lane.batch.mapping[group, :size], lane.keys[:size]
-            self._device.verify_fingerprints(stack, mapping, keys, bad, stream=stream)
+            bad = self._device.empty((len(step.keys),), np.int32)
+            mapping = step.mapping[group, : len(step.keys)]
+            self._device.verify_fingerprints(stack, mapping, step.keys, bad, stream=step.stream)
             results.append(bad)
         return results
 
     def _read_tables(
-        self, lane: _Lane, kv_caches: Sequence[KVCache], stream: Stream
+        self, step: _Step, kv_caches: Sequence[KVCache]
     ) -> tuple[list[Array], list[list[list[int]]]]:
         """Reads the rows of a prepared step in place, as an attention kernel does."""
+        if step.rows is None:
+            return [], []
         tables, rows = [], []
         for group in range(len(self.manager.layout.layer_groups)):
             rows.append(
@@ -214,8 +240,8 @@ class FakeEngine:
                 ]
             )
             seen = self._device.empty((len(rows[-1]), max(map(len, rows[-1]))), np.int32)
-            table, own = self.manager.page_table(group), lane.batch.rows[: len(seen)]
-            self._device.take_rows(table, own, seen, stream=stream)
+            table, own = self.manager.page_table(group), step.rows[: len(seen)]
+            self._device.take_rows(table, own, seen, stream=step.stream)
             tables.append(seen)
         return tables, rows
 
@@ -336,8 +362,7 @@ class FakeEngine:
         stream = kv.stream
         if not self.poison or stream is None or not pages:
             return
-        with self._runtime.lock:
-            self._runtime.come_home(kv._sequence)
+        self._join([kv])
         for group, pool_group in enumerate(self._runtime.control.pool_group_of):
             slots = sorted(slot for owner, slot in pages if owner == group)
             if slots:
@@ -346,22 +371,43 @@ class FakeEngine:
 
     # -- launches ------------------------------------------------------------------------------------
 
-    def _prepare(self, part: _Part, keys: Int64, stream: object) -> tuple[_Lane, Stream]:
-        """Maps the tokens of a part and brings their keys to the device, on the stream returned."""
+    def _prepare(self, part: _Part, keys: Int64, stream: object, own_table: bool) -> _Step:
+        """Maps the tokens of a part and brings their keys to the device."""
         kv_caches, starts, counts = part
         on = self._runtime.choose_stream(stream, {kv.stream for kv in kv_caches})
-        lane = self._lane(on)
-        lane.batch.prepare(kv_caches, counts, start=starts, stream=on)
+        lane = self._lane(on, own_table)
+        rows = None
+        if own_table:
+            self._join(kv_caches)
+            found = [
+                np.stack(self.manager.slot_mapping(*part[::2], start=starts, layer_group=group), -1)
+                for group in range(len(lane.mapping))
+            ]
+            self._device.from_host(np.stack(found), lane.mapping[:, : keys.size], stream=on)
+        else:
+            lane.batch.prepare(kv_caches, counts, start=starts, stream=on)
+            rows = lane.batch.rows
+        if self.delay is not None:
+            self.delay(on)
         self._device.from_host(keys, lane.keys[: keys.size], stream=on)
-        return lane, on
+        mapping = lane.mapping if own_table else lane.batch.mapping
+        return _Step(on, mapping, lane.keys[: keys.size], rows)
 
-    def _lane(self, stream: Stream) -> _Lane:
-        """The stream's own, so that streams run freely; every fourth time one that all share."""
+    def _join(self, kv_caches: Iterable[KVCache]) -> None:
+        """What `Batch.finish` after every launch would do: the caches' own streams wait for it."""
+        with self._runtime.lock:
+            for kv in kv_caches:
+                self._runtime.come_home(kv._sequence)
+
+    def _lane(self, stream: Stream, own_table: bool) -> _Lane:
+        """The stream's own, so that streams run freely; two times in five one that all share."""
         self._launches += 1
-        name = stream.handle if self._launches % 4 else SHARED
+        name = stream.handle if own_table or self._launches % 5 > 1 else SHARED
         if name not in self._lanes:
+            groups = len(self.manager.layout.layer_groups)
             self._lanes[name] = _Lane(
                 self.manager.create_batch(self._max_rows, self._max_tokens),
+                self._device.empty((groups, self._max_tokens, 2), np.int32),
                 self._device.empty((self._max_tokens,), np.int64),
             )
         return self._lanes[name]

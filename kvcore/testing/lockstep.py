@@ -156,12 +156,12 @@ class Lockstep:
         return lambda *args, **kwargs: follow(pair.real, *args, **kwargs)
 
     def write(
-        self, pairs: Sequence[Pair], starts: list[int], counts: list[int], stream: object = None
+        self, pairs: Sequence[Pair], starts: list[int], counts: list[int], **launch: Any
     ) -> None:
         """Fills positions of all beams, on the device and in the model."""
         if self.engine is None:
             return
-        self.engine.write([p.real for p in pairs], counts, start=starts, stream=stream)
+        self.engine.write([p.real for p in pairs], counts, start=starts, **launch)
         for pair, start, count in zip(pairs, starts, counts, strict=True):
             for beam in range(pair.model.beam_width):
                 keys = self.engine.lineage(pair.real, beam)
@@ -170,10 +170,10 @@ class Lockstep:
                     if key is not None:
                         pair.model.write(beam, position, key)
 
-    def look(self, stream: object = None) -> None:
+    def look(self, pairs: Sequence[Pair], **launch: Any) -> None:
         """Enqueues a comparison of all content of active sequences."""
         if self.engine is not None:
-            self.engine.look([pair.real for pair in self.pairs if pair.real.is_active], stream=stream)
+            self.engine.look([pair.real for pair in pairs], **launch)
 
     def settle(self) -> None:
         """Waits for the comparisons."""

@@ -100,12 +100,12 @@ def draw_config(draw: Draw) -> KVCacheManagerConfig:
     width = draw.pick([1, 2, 3, 4, 4])
     return small_config(
         tokens_per_block=draw.pick([1, 2, 4]),
-        slots=draw.number(5, 28),
+        slots=draw.pick([draw.number(5, 12), draw.number(16, 64)]),
         scales=draw.pick([False, True]),
         max_beam_width=width,
         max_rows=draw.pick([None, None, width + 2]),
-        max_sequences=draw.pick([4, 16]),
-        max_util_for_resume=draw.pick([1.0, 1.0, 0.6]),
+        max_sequences=draw.pick([4, 16, 16]),
+        max_util_for_resume=draw.pick([1.0, 1.0, 1.0, 0.6]),
         max_seq_len=draw.pick([None, None, None, 9]),
     )
 
@@ -120,11 +120,15 @@ class Walk:
     def __init__(self, config: KVCacheManagerConfig, device: Device, draw: Draw) -> None:
         self.draw = draw
         self.device = device
-        self.manager = KVCacheManager(config, device=device)
+        self.streams = [device.create_stream() for _ in range(3)]
+        self.manager = KVCacheManager(config, device=device, stream=device.default_stream or self.streams[0])
         self.lockstep = Lockstep(self.manager)
         self.block = config.tokens_per_block
-        self.streams = [device.create_stream() for _ in range(3)]
         self.gates: list[Gate] = []
+        self._deferred = isinstance(device, HostDevice) and device.deferred
+        self._settling = False
+        if self._deferred and self.lockstep.engine is not None:
+            self.lockstep.engine.delay = self._delay
         self.closed: list[Pair] = []
         self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
 
@@ -154,6 +158,15 @@ class Walk:
             chosen.append(extra)
         return chosen
 
+    def batch(self) -> tuple[list[Pair], dict[str, Any]]:
+        """Active sequences for a launch, and how it runs: usually all of one stream, on it."""
+        active = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        if not active or self.one_in(5):
+            return active, {"stream": self.stream()}
+        stream = self.draw.pick(active).real.stream
+        pairs = [pair for pair in active if pair.real.stream is stream]
+        return pairs, {"own_table": self.one_in(3)}
+
     def size_near(self, pair: Pair, low: int, high: int) -> int:
         """A token count in [low, high] blocks around the capacity, often at an edge."""
         tokens = pair.model.capacity + self.draw.number(low * self.block, high * self.block)
@@ -174,7 +187,7 @@ class Walk:
     def create(self) -> None:
         """Makes one to three sequences."""
         if len(self.lockstep.pairs) < 8:
-            lengths = [None, 0, 1, self.block, 2 * self.block]
+            lengths = [None, 0, 0, 1, self.block]
             self.lockstep.create([self.draw.pick(lengths) for _ in range(self.draw.number(1, 3))])
 
     def resume(self) -> None:
@@ -238,7 +251,8 @@ class Walk:
 
     def reorder(self) -> None:
         """Reorders the beams of one."""
-        if pair := self.pair():
+        wide = [pair for pair in self.lockstep.pairs if pair.model.beam_width > 1]
+        if pair := self.draw.pick(wide) if wide and not self.one_in(8) else self.pair():
             low, high = pair.model.history_length, pair.model.capacity
             valid = self.draw.number(low, high) if self.one_in(3) else None
             if self.one_in(24):
@@ -247,33 +261,41 @@ class Walk:
 
     def write(self) -> None:
         """Fills positions behind the final blocks of several, with all their beams."""
-        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
+        pairs, launch = self.batch()
         starts, counts = [], []
         for pair in pairs:
             shared = pair.model.history_length // self.block * self.block
-            starts.append(self.draw.number(shared, pair.model.capacity))
-            counts.append(self.draw.number(0, pair.model.capacity - starts[-1]))
+            starts.append(self.draw.pick([shared, self.draw.number(shared, pair.model.capacity)]))
+            most = pair.model.capacity - starts[-1]
+            counts.append(self.draw.pick([most, self.draw.number(0, most)]))
         if pairs:
-            self.lockstep.write(pairs, starts, counts, self.stream())
+            self.lockstep.write(pairs, starts, counts, **launch)
 
     def decode(self) -> None:
         """A step of a decoder: room for a token, the token, then perhaps other parents."""
-        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
-        if self.lockstep.advance(pairs, 1):
+        pairs, launch = self.batch()
+        if pairs and self.lockstep.advance(pairs, 1):
             starts = [pair.model.history_length for pair in pairs]
             counts = [p.model.capacity - s for p, s in zip(pairs, starts, strict=True)]
-            self.lockstep.write(pairs, starts, counts, self.stream())
+            self.lockstep.write(pairs, starts, counts, **launch)
             for pair in pairs:
                 self.lockstep.resize(pair, None, pair.model.capacity)
                 if pair.model.beam_width > 1:
                     self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width))
 
     def hold(self) -> None:
-        """Delays a stream: what was enqueued behind the gate stays there until `release`."""
-        if isinstance(self.device, HostDevice) and self.device.deferred:
-            gate = Gate()
-            self.gates.append(gate)
-            self.draw.pick([self.device.default_stream, *self.streams]).wait(gate)
+        """Delays a stream: what is enqueued behind the gate stays there until `release`."""
+        if self._deferred:
+            self._wait_for_gate(self.draw.pick([self.device.default_stream, *self.streams]))
+
+    def _wait_for_gate(self, stream: Any) -> None:
+        gate = Gate()
+        self.gates.append(gate)
+        stream.wait(gate)
+
+    def _delay(self, stream: Any) -> None:
+        if not self._settling and self.one_in(3):
+            self._wait_for_gate(stream)
 
     def release(self) -> None:
         """Lets all streams go on."""
@@ -282,14 +304,17 @@ class Walk:
         self.gates.clear()
 
     def look(self) -> None:
-        """Enqueues a comparison of everything."""
-        self.lockstep.look(self.stream())
+        """Enqueues a comparison of several, with all their content."""
+        pairs, launch = self.batch()
+        self.lockstep.look(pairs, **launch)
 
     def settle(self) -> None:
         """Compares everything now."""
         self.release()
-        self.lockstep.look(self.stream())
+        self._settling = True
+        self.lockstep.look([pair for pair in self.lockstep.pairs if pair.model.is_active])
         self.lockstep.settle()
+        self._settling = False
         if self.device.has_memory:
             check(self.manager, device=True)
 
@@ -362,8 +387,9 @@ class Walk:
     def step(self, name: str | None = None) -> str:
         """Runs one action, drawn by weight unless named. Returns its name."""
         name = name or self.draw.pick(DECK)
-        if not any(pair.model.is_active for pair in self.lockstep.pairs) and not self.one_in(4):
-            self.resume() if self.lockstep.pairs else self.create()
+        idle = [pair for pair in self.lockstep.pairs if not pair.model.is_active]
+        if len(self.lockstep.pairs) - len(idle) < 3 and not self.one_in(4):
+            self.resume() if idle else self.create()
         getattr(self, name)()
         return name
 
@@ -374,24 +400,28 @@ class Walk:
             self.lockstep.close(self.lockstep.pairs[-1])
         free = [(stats.free, stats.total) for stats in self.manager.get_storage_statistics()]
         _same("slots free at the end", [(total, total) for _, total in free], free)
+        runtime = self.manager._runtime
+        memories = [memory for pools in runtime.pools for memory in pools]
+        memories += [] if runtime.tables is None else [runtime.tables._memory]
         self.manager.shutdown()
+        _same("bytes held after shutdown", [0] * len(memories), [m.nbytes for m in memories])
 
 
 WEIGHTS: Final = {
     "create": 3,
     "resume": 4,
-    "suspend": 2,
+    "suspend": 3,
     "close": 2,
     "resize": 6,
     "advance": 6,
-    "truncate": 3,
-    "widen": 4,
-    "reorder": 4,
-    "write": 6,
-    "decode": 5,
-    "look": 3,
-    "hold": 3,
-    "release": 1,
+    "truncate": 2,
+    "widen": 5,
+    "reorder": 5,
+    "write": 7,
+    "decode": 6,
+    "look": 4,
+    "hold": 1,
+    "release": 2,
     "settle": 1,
     "map": 1,
     "bind": 1,

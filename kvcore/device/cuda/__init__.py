@@ -1,4 +1,4 @@
-"""The CUDA device: CuPy arrays, kernels of our own, cuda-python for memory, streams and launches."""
+"""The CUDA device: CuPy arrays, kernels of our own, cuda-python for memory and streams."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Small device and pinned memory: who owns it, when it is reused, when it is given back.
 
-Objects that are dropped never call the driver: that may be forbidden in the thread and at the moment
-where Python finds them (a graph is being captured, another context is current, the process was
-forked). They leave their addresses behind, which are freed at the next explicit moment.
+Objects that are dropped never call the driver: that may be forbidden in the thread and at the
+moment where Python finds them (a graph is being captured, another context is current, the process
+was forked). They leave their addresses behind, which are freed when something explicit allocates
+or closes, and only while the device is idle.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from ctypes import c_void_p
+from functools import cache
 from typing import Any, Final
 
 import cupy
 import numpy as np
-from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from kvcore.device.cuda.driver import Context, check
-from kvcore.errors import KVCoreError
+from kvcore.device.cuda.driver import Context, context_of
+from kvcore.errors import KVCoreError, OutOfMemoryError
 
 SMALLEST: Final = 512  # bytes
 STEPPED: Final = 1 << 20  # bytes: from here on eight sizes per octave, powers of two below
@@ -34,7 +35,7 @@ class Graveyard:
     """What dropped objects left, freed in their device's context."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self.context = context
         self._calls: deque[Call] = deque()
 
     def __len__(self) -> int:
@@ -49,14 +50,20 @@ class Graveyard:
         if not self._calls:
             return
         calls = [self._calls.popleft() for _ in range(len(self._calls))]
-        with self._context.current():
+        with self.context.current():
             if any(call in NEED_IDLE for call, _ in calls):
-                check("cuCtxSynchronize", driver.cuCtxSynchronize())
+                self.context.synchronize()
             for call, args in calls:
                 try:
-                    check(call, getattr(driver, call)(*args))
+                    self.context.call(call, *args)
                 except KVCoreError as error:
                     warnings.warn(f"kvcore could not free memory: {error}", stacklevel=2)
+
+
+@cache
+def graveyard_of(device_id: int) -> Graveyard:
+    """The one `Graveyard` of a device: a new `CudaDevice` frees what older ones left."""
+    return Graveyard(context_of(device_id))
 
 
 class Block:
@@ -82,7 +89,7 @@ class BlockPool:
         self._free: dict[int, list[int]] = {}
 
     def take(self, nbytes: int) -> Block:
-        """A block of at least `nbytes` bytes. Needs the context only where nothing fits."""
+        """A block of at least `nbytes` bytes."""
         size = round_up(nbytes)
         free = self._free.setdefault(size, [])
         try:
@@ -107,11 +114,14 @@ class BlockPool:
 
 def allocate(nbytes: int, graveyard: Graveyard) -> int:
     """Plain device memory; where there is none left, frees what is buried and tries again."""
-    error, pointer = driver.cuMemAlloc(nbytes)
-    if error and len(graveyard):
-        graveyard.drain()
-        error, pointer = driver.cuMemAlloc(nbytes)
-    return int(check("cuMemAlloc", (error, pointer)))
+    call = graveyard.context.call
+    try:
+        return int(call("cuMemAlloc", nbytes))
+    except OutOfMemoryError:
+        if not len(graveyard):
+            raise
+    graveyard.drain()
+    return int(call("cuMemAlloc", nbytes))
 
 
 def round_up(nbytes: int) -> int:
@@ -145,8 +155,7 @@ class Pinned:
 
 def pinned(nbytes: int, graveyard: Graveyard) -> NDArray[np.uint8]:
     """A byte array in pinned memory, which lives as long as the array or a view of it."""
-    result = driver.cuMemHostAlloc(max(nbytes, 1), PORTABLE_AND_MAPPED)
-    pointer = int(check("cuMemHostAlloc", result))
+    pointer = int(graveyard.context.call("cuMemHostAlloc", max(nbytes, 1), PORTABLE_AND_MAPPED))
     return np.asarray(Pinned(pointer, nbytes, graveyard))
 
 

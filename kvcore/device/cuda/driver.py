@@ -105,7 +105,7 @@ class Context:
                 "CUDA does not survive fork(): open the device in the child process, or start that "
                 'with multiprocessing\'s "spawn" method'
             )
-        if self.is_current():
+        if driver.cuCtxGetCurrent()[1] == self.handle:
             yield
             return
         check("cuCtxPushCurrent", driver.cuCtxPushCurrent(self.handle))
@@ -114,9 +114,13 @@ class Context:
         finally:
             driver.cuCtxPopCurrent()
 
-    def is_current(self) -> bool:
-        """Whether this thread has this context current."""
-        return bool(driver.cuCtxGetCurrent()[1] == self.handle)
+    def call(self, name: str, *args: Any) -> Any:
+        """What the driver call `name` returns in this context, checked."""
+        function = getattr(driver, name)
+        if driver.cuCtxGetCurrent()[1] == self.handle:
+            return check(name, function(*args))
+        with self.current():
+            return check(name, function(*args))
 
     def attribute(self, name: str) -> int:
         """A device attribute by its driver name, without the prefix."""
@@ -127,13 +131,11 @@ class Context:
 
     def synchronize(self) -> None:
         """Blocks until the device is idle."""
-        with self.current():
-            check("cuCtxSynchronize", driver.cuCtxSynchronize())
+        self.call("cuCtxSynchronize")
 
     def free_bytes(self) -> int:
         """Device memory that nobody has, in bytes."""
-        with self.current():
-            return int(check("cuMemGetInfo", driver.cuMemGetInfo())[0])
+        return int(self.call("cuMemGetInfo")[0])
 
     def _forked(self) -> None:
         self.handle = object()

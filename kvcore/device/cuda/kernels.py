@@ -70,18 +70,14 @@ FINGER_ARGS: Final = _struct(
     ("head_bytes", DIVIDER),
 )
 POOL: Final = _struct(
-    ("base", np.uint64),
-    ("slot_bytes", np.int64),
-    ("num_slots", np.int64),
-    ("first_chunk", np.uint32),
-    ("chunks", DIVIDER),
+    ("base", np.uint64), ("slot_bytes", np.int64), ("before", np.uint32), ("chunks", DIVIDER)
 )
 SLOT_ARGS: Final = _struct(
     ("slots", np.uint64),
     ("num_slots", np.uint32),
-    ("num_pools", np.uint32),
+    ("limit", np.uint32),
     ("pattern", np.uint32),
-    ("reserved", np.uint32),
+    ("num_pools", np.uint32),
     ("pools", POOL, MAX_POOLS),
 )
 INLINE_SLOT_ARGS: Final = _struct(("args", SLOT_ARGS), ("slots", np.int32, 2 * MAX_INLINE))

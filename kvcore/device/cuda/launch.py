@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 from cuda.bindings import driver
+from cuda.bindings.driver import cuCtxGetCurrent, cuLaunchKernel
 
 from kvcore.device.cuda.driver import Context, context_of, failure
 from kvcore.device.cuda.kernels import Fields, Source
@@ -27,7 +29,17 @@ def load(device_id: int, source: Source) -> Mapping[str, Any]:
     """
     with context_of(device_id).current():
         module = cupy.RawModule(code=source.text(), options=source.options())
-        return MappingProxyType({name: module.get_function(name).kernel for name in source.entries})
+        found = {name: module.get_function(name).kernel for name in source.entries}
+        for function in found.values():
+            _load_now(function.ptr)
+        return MappingProxyType(found)
+
+
+def _load_now(function: int) -> None:
+    """Keeps the driver from loading a kernel at its first launch, which may wait for others."""
+    # Drivers before CUDA 12.4 do not have the call: there the first launch loads.
+    with suppress(AttributeError, RuntimeError):
+        driver.cuFuncLoad(driver.CUfunction(function))
 
 
 class Launch:
@@ -54,15 +66,16 @@ class Launch:
     """
 
     __slots__ = (
+        "_bytes",
         "_context",
         "_function",
         "_keep",
         "_lock",
         "_pack",
         "_params",
-        "_threads",
         "block",
         "name",
+        "threads",
     )
 
     def __init__(
@@ -74,33 +87,43 @@ class Launch:
         threads: int,
         head: str,
     ) -> None:
-        self.name, self.block = name, np.zeros(1, fields)
+        self.name, self.threads = name, threads
+        self._bytes = bytearray(fields.itemsize)
+        self.block: Any = np.frombuffer(self._bytes, fields)
         params = np.array([self.block.ctypes.data], np.uint64)  # void* kernelParams[1]
         self._params = int(params.ctypes.data)
         self._keep = params, function
         self._function = driver.CUfunction(function.ptr)
-        self._context, self._threads, self._lock = context, threads, threading.Lock()
+        self._context, self._lock = context, threading.Lock()
         self._pack = struct.Struct(head).pack_into
 
-    def __call__(self, stream: CudaStream, x: int, y: int, z: int, *values: Any) -> None:
-        """Enqueues the kernel over a grid of `x * y * z` blocks, none of them 0."""
+    def __call__(
+        self, stream: Any, x: int, y: int, z: int, *values: int, ids: Any = None, at: Any = None
+    ) -> None:
+        """Enqueues the kernel over a grid of `x * y * z` blocks, none of them 0.
+
+        `values` are packed into the start of the block, and `ids`, if given, written to `at`, a
+        view of it.
+        """
         context = self._context
         if stream.__class__ is not CudaStream or stream.context is not context:
             raise _wrong_stream(stream, context)
         with self._lock:
-            self._pack(self.block, 0, *values)
-            if driver.cuCtxGetCurrent()[1] == context.handle:
-                error = self._enqueue(stream.native, x, y, z)
+            self._pack(self._bytes, 0, *values)
+            if ids is not None:
+                at[...] = ids
+            if cuCtxGetCurrent()[1] == context.handle:
+                error = cuLaunchKernel(
+                    self._function, x, y, z, self.threads, 1, 1, 0, stream.native, self._params, 0
+                )[0]
             else:
                 with context.current():
-                    error = self._enqueue(stream.native, x, y, z)
+                    error = cuLaunchKernel(
+                        self._function, x, y, z, self.threads, 1, 1, 0, stream.native,
+                        self._params, 0,
+                    )[0]  # fmt: skip
         if error:
             raise failure(f"cuLaunchKernel of {self.name}", int(error))
-
-    def _enqueue(self, stream: Any, x: int, y: int, z: int) -> Any:
-        return driver.cuLaunchKernel(
-            self._function, x, y, z, self._threads, 1, 1, 0, stream, self._params, 0
-        )[0]
 
 
 def _wrong_stream(stream: object, context: Context) -> Exception:

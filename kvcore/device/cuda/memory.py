@@ -1,8 +1,8 @@
 """Pool memory: address ranges of CUDA virtual memory that grow and shrink at their end.
 
-A `Range` owns the addresses and what is mapped there. `CudaMemory` is the handle that callers close,
-and arrays are views that keep the range, so a view that outlives its memory faults instead of
-reading what somebody else put at the same addresses.
+A `Range` owns the addresses and what is mapped there. `CudaMemory` is the handle that callers
+close, and arrays are views that keep the range, so a view that outlives its memory faults instead
+of reading what somebody else put at the same addresses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mapper:
 
     @cached_property
     def properties(self) -> Any:
-        """What physical memory is: on this device, exportable as a file descriptor if that works."""
+        """What physical memory is: the device's, exportable as a file descriptor if that works."""
         types = driver.CUmemAllocationHandleType
         shared = self._properties(types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         if not self.context.attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
@@ -158,7 +158,8 @@ class Range:
         if not base:
             return
         if self.nbytes:
-            warnings.warn(f"{self.nbytes} bytes of pool memory were not closed", ResourceWarning)
+            text = f"{self.nbytes} bytes of pool memory were not closed"
+            warnings.warn(text, ResourceWarning, stacklevel=2)
             self.mapper.graveyard.bury("cuMemUnmap", base, self.nbytes)
         self.mapper.graveyard.bury("cuMemAddressFree", base, self.reserved)
 
@@ -244,8 +245,7 @@ class CudaMemory:
                 raise wrong("nbytes", f"0 to the {self._reserved} reserved", nbytes, remedy)
             nbytes, old = align_up(nbytes, self._grain), pages.nbytes
             if nbytes > old:
-                self._mapper.graveyard.drain()
-                pages.grow(nbytes)
+                self._grow(pages, nbytes)
                 self._tell(nbytes)
             elif nbytes < old:
                 # Followers first, so that no later kernel goes where nothing will be.
@@ -274,6 +274,17 @@ class CudaMemory:
         del pages
         # Where no view keeps it, the range was left in the graveyard just now.
         self._mapper.graveyard.drain()
+
+    def _grow(self, pages: Range | PlainRange, nbytes: int) -> None:
+        """Where there is no memory left, frees what is buried and tries again."""
+        graveyard = self._mapper.graveyard
+        try:
+            pages.grow(nbytes)
+        except OutOfMemoryError:
+            if not len(graveyard):
+                raise
+            graveyard.drain()
+            pages.grow(nbytes)
 
     def _open(self) -> Range | PlainRange:
         if self._range is None:

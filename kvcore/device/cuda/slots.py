@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS, divider, packing, unit_bytes
-from kvcore.device.cuda.kernels import INLINE_SLOT_ARGS as INLINE
-from kvcore.device.cuda.kernels import SLOT_ARGS as STAGED
+from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS, divider, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.streams import CudaStream
@@ -19,8 +17,23 @@ from kvcore.ids import div_ceil
 if TYPE_CHECKING:
     from kvcore.device.cuda.device import CudaDevice
 
+Ids = NDArray[np.int32]
 Pool = tuple[CudaMemory, int]
-NO_POOL = (0, 0, 0, 0, *divider(1))
+
+HEAD: Final = "<QIII"
+"""What every launch packs: slots, how many, limit, pattern."""
+
+MAX_PLANS: Final = 64
+
+
+class SlotPlan:
+    """Launches for certain pools."""
+
+    __slots__ = ("chunks", "ids", "inline", "staged")
+
+    def __init__(self, chunks: int, inline: Launch, staged: Launch) -> None:
+        self.chunks, self.inline, self.staged = chunks, inline, staged
+        self.ids = inline.block["slots"].reshape(2, MAX_INLINE)
 
 
 class SlotWork:
@@ -37,75 +50,56 @@ class SlotWork:
         Whose.
     source, entry : str
         The file and the kernel's name, without its ending.
-    lists : int
-        How many ids a piece of work has: 2 for copies (source, target), 1 for fills.
     """
 
-    def __init__(self, device: CudaDevice, source: str, entry: str, lists: int) -> None:
+    def __init__(self, device: CudaDevice, source: str, entry: str) -> None:
         self._device, self._source, self._entry = device, device.source(source), entry
-        self._lists = lists
-        self._launches: dict[str, Launch] = {}
+        self._plans: dict[tuple[int, ...], SlotPlan] = {}
 
-    def __call__(
-        self, pools: Sequence[Pool], ids: NDArray[np.int32], pattern: int, stream: CudaStream
-    ) -> None:
-        """Enqueues the work on `ids` `[lists, N]` in every pool."""
-        if not ids.size or not pools:
+    def __call__(self, pools: Sequence[Pool], ids: Ids, pattern: int, stream: CudaStream) -> None:
+        """Enqueues the work on `ids` `[lists, N]` in every pool: sources and targets, or slots."""
+        count = ids.shape[1]
+        if not count or not pools:
             return
         limit = min(memory.nbytes // slot_bytes for memory, slot_bytes in pools)
+        limit = min(limit, 2**31 - 1)  # ids are int32
+        inline = count <= MAX_INLINE or stream.is_capturing()
         for first in range(0, len(pools), MAX_POOLS):
-            some = pools[first : first + MAX_POOLS]
-            if ids.shape[1] <= MAX_INLINE or stream.is_capturing():
-                for start in range(0, ids.shape[1], MAX_INLINE):
+            plan = self._plan(pools[first : first + MAX_POOLS])
+            if inline:
+                for start in range(0, count, MAX_INLINE):
                     part = ids[:, start : start + MAX_INLINE]
-                    self._inline(some, limit, part, pattern, stream)
+                    size = part.shape[1]
+                    at = plan.ids[: len(part), :size]
+                    grid = plan.chunks * size, 1, 1
+                    plan.inline(stream, *grid, 0, size, limit, pattern, ids=part, at=at)
             else:
-                self._staged(some, limit, ids, pattern, stream)
+                listed = self._device.empty(ids.shape, np.int32, stream=stream)
+                self._device.from_host(ids, listed, stream=stream)
+                grid = plan.chunks * count, 1, 1
+                plan.staged(stream, *grid, listed.data.ptr, count, limit, pattern)
 
-    def _inline(
-        self, pools: Sequence[Pool], limit: int, ids: NDArray[np.int32], pattern: int, on: CudaStream
-    ) -> None:
-        count = ids.shape[1]
-        unit, blocks, fields = self._describe(pools, limit, count)
-        carried = np.zeros((2, MAX_INLINE), np.int32)
-        carried[: self._lists, :count] = ids
-        launch = self._launch("_inline", unit, INLINE)
-        launch(on, blocks, 1, 1, 0, count, len(pools), pattern, 0, *fields, carried.tobytes())
+    def _plan(self, pools: Sequence[Pool]) -> SlotPlan:
+        """The launches for these pools, made once."""
+        key = tuple([part for memory, slot_bytes in pools for part in (memory.base, slot_bytes)])
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make(pools, unit_bytes(*key))
+        return plan
 
-    def _staged(
-        self, pools: Sequence[Pool], limit: int, ids: NDArray[np.int32], pattern: int, on: CudaStream
-    ) -> None:
-        count = ids.shape[1]
-        unit, blocks, fields = self._describe(pools, limit, count)
-        listed = self._device.empty(ids.shape, np.int32, stream=on)
-        self._device.from_host(ids, listed, stream=on)
-        launch = self._launch("", unit, STAGED)
-        pointer = listed.data.ptr
-        launch(on, blocks, 1, 1, pointer, count, len(pools), pattern, 0, *fields)
-
-    def _describe(
-        self, pools: Sequence[Pool], limit: int, count: int
-    ) -> tuple[int, int, list[int]]:
-        """Unit, blocks of the grid, and the `Pool` fields of a launch on `count` slots."""
-        bits = 0
+    def _make(self, pools: Sequence[Pool], unit: int) -> SlotPlan:
+        source, rows, before = self._source, [], 0
         for memory, slot_bytes in pools:
-            bits |= memory.base | slot_bytes
-        unit, fields, blocks = unit_bytes(bits), [], 0
-        for memory, slot_bytes in pools:
-            chunks = div_ceil(slot_bytes, unit * self._source.chunk)
-            fields += [memory.base, slot_bytes, limit, blocks, *divider(chunks)]
-            blocks += chunks * count
-        for _ in range(MAX_POOLS - len(pools)):
-            fields += NO_POOL
-        return unit, blocks, fields
-
-    def _launch(self, kind: str, unit: int, fields: Any) -> Launch:
-        name = f"{self._entry}{kind}_{unit}"
-        launch = self._launches.get(name)
-        if launch is None:
-            head = packing(STAGED)
-            if fields is INLINE:  # the ids as one run of bytes
-                head += f"{INLINE.itemsize - STAGED.itemsize}s"
-            launch = self._device.new_launch(self._source, name, head)
-            self._launches[name] = launch
-        return launch
+            chunks = div_ceil(slot_bytes, unit * source.chunk)
+            rows.append((memory.base, slot_bytes, before, divider(chunks)))
+            before += chunks
+        rows += [(0, 0, 0, divider(1))] * (MAX_POOLS - len(pools))
+        launches = []
+        for kind in ("_inline", ""):
+            launch = self._device.new_launch(source, f"{self._entry}{kind}_{unit}", HEAD)
+            fields = launch.block["args"] if kind else launch.block
+            fields["num_pools"], fields["pools"] = len(pools), rows
+            launches.append(launch)
+        return SlotPlan(before, *launches)

@@ -10,8 +10,8 @@ from cuda.core import Stream as CoreStream
 
 from kvcore.device.base import Event
 from kvcore.device.cuda.blocks import BlockPool, Graveyard
-from kvcore.device.cuda.driver import Context, check
-from kvcore.errors import wrong, wrong_type
+from kvcore.device.cuda.driver import Context, check, failure
+from kvcore.errors import DriverError, wrong, wrong_type
 
 PER_THREAD: Final = 2  # the handle of every thread's own default stream
 AMBIENT: Final = (0, 1, PER_THREAD)
@@ -20,6 +20,9 @@ AMBIENT: Final = (0, 1, PER_THREAD)
 ACCEPTED: Final = (
     "a stream of this device, an object with __cuda_stream__, a CuPy or torch stream, or a handle"
 )
+
+NOT_READY: Final = int(driver.CUresult.CUDA_ERROR_NOT_READY)
+UNKNOWN_CODE: Final = -1
 
 EventPool = deque[Any]
 MAX_POOLED: Final = 1024
@@ -42,9 +45,9 @@ class CudaEvent:
         if not self._passed:
             try:
                 self._passed = self._native.is_done
-            except Exception:  # only now is it worth asking which code that was
-                check("cuEventQuery", driver.cuEventQuery(self._native.handle))
-                raise
+            except Exception as error:
+                again = driver.cuEventQuery(self._native.handle)
+                raise _told("cuEventQuery", again, error) from error
         return self._passed
 
     def synchronize(self) -> None:
@@ -52,9 +55,9 @@ class CudaEvent:
             return
         try:
             self._native.sync()
-        except Exception:
-            check("cuEventSynchronize", driver.cuEventSynchronize(self._native.handle))
-            raise
+        except Exception as error:
+            again = driver.cuEventSynchronize(self._native.handle)
+            raise _told("cuEventSynchronize", again, error) from error
         self._passed = True
 
     def __del__(self) -> None:
@@ -136,26 +139,32 @@ class CudaStream:
                 return
             except Exception:  # as in record
                 pass
-        with self.context.current():
-            result = driver.cuStreamWaitEvent(self.native, event._native.handle, 0)
-            check("cuStreamWaitEvent", result)
+        self.context.call("cuStreamWaitEvent", self.native, event._native.handle, 0)
 
     def synchronize(self) -> None:
-        with self.context.current():
-            check("cuStreamSynchronize", driver.cuStreamSynchronize(self.native))
+        self.context.call("cuStreamSynchronize", self.native)
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured from this stream."""
-        with self.context.current():
-            status = check("cuStreamIsCapturing", driver.cuStreamIsCapturing(self.native))
-        return int(status) != int(driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+        return bool(self.context.call("cuStreamIsCapturing", self.native))
 
     def _record_in_context(self, native: Any) -> Any:
         with self.context.current():
             if native is None:
-                return self._core.record()
+                try:
+                    return self._core.record()
+                except Exception as error:
+                    raise DriverError("cuEventCreate", UNKNOWN_CODE, str(error)) from error
             check("cuEventRecord", driver.cuEventRecord(native.handle, self.native))
             return native
+
+
+def _told(call: str, again: tuple[Any, ...], error: Exception) -> Exception:
+    """The exception for a call of cuda.core that failed: its errors have no code, so ask again."""
+    code = int(again[0])
+    if code in (0, NOT_READY):
+        return DriverError(call, UNKNOWN_CODE, str(error))
+    return failure(call, code)
 
 
 class OwnedStream:
@@ -163,9 +172,8 @@ class OwnedStream:
 
     def __init__(self, context: Context, graveyard: Graveyard) -> None:
         self._graveyard = graveyard
-        with context.current():
-            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self.handle = int(check("cuStreamCreate", driver.cuStreamCreate(flags)))
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle = int(context.call("cuStreamCreate", flags))
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):

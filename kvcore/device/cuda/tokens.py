@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 import cupy
 import numpy as np
 
-from kvcore.device.base import Array, PageGeometry
+from kvcore.device.base import Array, PageGeometry, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array, check_tokens
 from kvcore.device.cuda import kernels
 from kvcore.device.cuda.kernels import MAX_ROLES, MAX_UNITS, divider
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
 from kvcore.device.cuda.memory import CudaMemory
-from kvcore.device.cuda.streams import CudaStream
 from kvcore.errors import StateError
 from kvcore.ids import div_ceil
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 HEAD: Final = f"<Q{MAX_ROLES}Q{MAX_ROLES}qI"
 """What every append or gather packs: mapping, bases, layer strides, units."""
 
+NONE: Final = [0] * MAX_ROLES
 MAX_PLANS: Final = 256
 WORD: Final = 4  # bytes of a fingerprint's word
 
@@ -32,10 +32,11 @@ WORD: Final = 4  # bytes of a fingerprint's word
 class TokenPlan:
     """A launch for arrays of certain strides and alignment."""
 
-    __slots__ = ("chunk", "cut", "launch")
+    __slots__ = ("chunk", "cut", "launch", "token_units")
 
     def __init__(self, cut: TokenCut, launch: Launch, chunk: int) -> None:
         self.cut, self.launch, self.chunk = cut, launch, chunk
+        self.token_units = cut.token_units
 
 
 class TokenStack:
@@ -51,14 +52,16 @@ class TokenStack:
         self.geometry, self.num_roles = geometry, num_roles
         self.num_layers = len(places) // num_roles
         self._device, self._places = device, tuple(places)
-        self._row = geometry.heads, geometry.dim
+        self._row, self._itemsize = (geometry.heads, geometry.dim), geometry.itemsize
+        self._mappings = device.mappings
         self._slot_tokens = geometry.expansion * geometry.page_tokens
         self._bits = page_bits(geometry, [(m.base + offset, size) for m, size, offset in places])
         self._plans: dict[Any, TokenPlan] = {}
         self._table = device.empty((len(places), 4), np.int64)
         self._num_slots = -1
         self.pool_resized(places[0][0], places[0][0].nbytes)
-        for memory in {id(memory): memory for memory, _, _ in places}.values():
+        self._memories = tuple({id(memory): memory for memory, _, _ in places}.values())
+        for memory in self._memories:
             memory.follow(self)
 
     @property
@@ -72,6 +75,7 @@ class TokenStack:
             (nbytes if its is memory else its.nbytes) // slot_bytes
             for its, slot_bytes, _ in self._places
         )
+        num_slots = min(num_slots, 2**31 - 1)  # ids are int32
         if num_slots == self._num_slots:
             return
         rows = [(its.base + offset, size, num_slots, 0) for its, size, offset in self._places]
@@ -79,24 +83,27 @@ class TokenStack:
         self._num_slots = num_slots
 
     def move(
-        self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: CudaStream
+        self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: Stream
     ) -> None:
         """Append or gather (`source`); `name` is what messages call `arrays`."""
-        tokens = self._tokens(mapping)
-        shape, itemsize = (self.num_layers, tokens, *self._row), self.geometry.itemsize
-        if len(arrays) != self.num_roles:
-            check_tokens(name, arrays, cupy.ndarray, self, tokens)
+        tokens, pointer = self._tokens(mapping)
+        shape, itemsize = (self.num_layers, tokens, *self._row), self._itemsize
+        right = len(arrays) == self.num_roles
         for array in arrays:
             if (
-                not isinstance(array, cupy.ndarray)
+                array.__class__ is not cupy.ndarray
                 or array.shape != shape
                 or array.itemsize != itemsize
             ):
-                check_tokens(name, arrays, cupy.ndarray, self, tokens)
-        if tokens:
-            for first in range(0, self.num_roles, MAX_ROLES):
+                right = False
+        if not right:  # or a subclass of CuPy's array
+            check_tokens(name, arrays, cupy.ndarray, self, tokens)
+        if tokens and len(arrays) <= MAX_ROLES:
+            self._move(source, pointer, tokens, 0, arrays, stream)
+        elif tokens:
+            for first in range(0, len(arrays), MAX_ROLES):
                 some = arrays[first : first + MAX_ROLES]
-                self._move(source, mapping.data.ptr, tokens, first, some, stream)
+                self._move(source, pointer, tokens, first, some, stream)
 
     def _move(
         self,
@@ -105,26 +112,31 @@ class TokenStack:
         tokens: int,
         first: int,
         arrays: Sequence[Array],
-        stream: CudaStream,
+        stream: Stream,
     ) -> None:
         """One launch, for at most `MAX_ROLES` roles from `first` on."""
         bits, layers, roles = 0, self.num_layers, len(arrays)
-        bases, steps, strides = [0] * MAX_ROLES, [0] * MAX_ROLES, []
-        for i, array in enumerate(arrays):
-            base, (layer, *rest) = array.data.ptr, array.strides
-            bases[i] = base
-            bits |= base
-            if layers > 1:
-                steps[i] = layer
-                bits |= layer
-            strides.append(tuple(rest))
+        bases, steps, strides = [], [], []
+        for array in arrays:
+            base, its = array.data.ptr, array.strides
+            bits |= base | its[0]
+            bases.append(base)
+            steps.append(its[0])
+            strides.append(its[1:])
+        if layers == 1:  # the stride of an axis of length 1 says nothing
+            bits, steps = 0, [0] * roles
+            for base in bases:
+                bits |= base
+        if roles < MAX_ROLES:
+            bases += NONE[roles:]
+            steps += NONE[roles:]
         key = source, first, bits & 15, *strides
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plan(key, source, first, strides, bits)  # type: ignore[arg-type]
-        units = tokens * plan.cut.token_units
+            plan = self._plan(key, source, first, strides, bits)
+        units = tokens * plan.token_units
         if units > MAX_UNITS:
-            step = MAX_UNITS // plan.cut.token_units
+            step = MAX_UNITS // plan.token_units
             for start in range(0, tokens, step):
                 part = [array[:, start : start + step] for array in arrays]
                 count = min(step, tokens - start)
@@ -133,23 +145,22 @@ class TokenStack:
         blocks = -(-units // plan.chunk)
         plan.launch(stream, blocks, roles, layers, mapping, *bases, *steps, units)
 
-    def write_fingerprints(self, mapping: Array, keys: Array, stream: CudaStream) -> None:
+    def write_fingerprints(self, mapping: Array, keys: Array, stream: Stream) -> None:
         """The pattern into every token."""
         self._fingerprint("write_fingerprints", mapping, keys, 0, stream)
 
-    def verify_fingerprints(
-        self, mapping: Array, keys: Array, bad: Array, stream: CudaStream
-    ) -> None:
+    def verify_fingerprints(self, mapping: Array, keys: Array, bad: Array, stream: Stream) -> None:
         """Counts wrong words into `bad`."""
-        check_array("bad", bad, cupy.ndarray, INT32, (self._tokens(mapping),))
-        check_array("keys", keys, cupy.ndarray, INT64, (len(mapping),))
+        tokens, _ = self._tokens(mapping)
+        check_array("bad", bad, cupy.ndarray, INT32, (tokens,))
+        check_array("keys", keys, cupy.ndarray, INT64, (tokens,))
         self._device.fill_words(bad, 0, stream=stream)
         self._fingerprint("verify_fingerprints", mapping, keys, bad.data.ptr, stream)
 
     def _fingerprint(
-        self, entry: str, mapping: Array, keys: Array, bad: int, stream: CudaStream
+        self, entry: str, mapping: Array, keys: Array, bad: int, stream: Stream
     ) -> None:
-        tokens, g = self._tokens(mapping), self.geometry
+        (tokens, place), g = self._tokens(mapping), self.geometry
         check_array("keys", keys, cupy.ndarray, INT64, (tokens,))
         size = g.heads * g.dim * g.itemsize
         words = div_ceil(size, WORD)
@@ -159,19 +170,20 @@ class TokenStack:
         for start in range(0, tokens, step):
             count = min(step, tokens - start) * words
             offset = 4 * start if bad else 0
-            pointers = mapping.data.ptr + 8 * start, keys.data.ptr + 8 * start, bad + offset
+            pointers = place + 8 * start, keys.data.ptr + 8 * start, bad + offset
             grid = div_ceil(count, source.threads), self.num_roles, self.num_layers
             launch(stream, *grid, *self._pages(0), *pointers, count, size, *cuts)
 
-    def _tokens(self, mapping: Array) -> int:
-        """The length of a mapping, after a look at it."""
-        if not self._device.known("mapping", mapping):
+    def _tokens(self, mapping: Array) -> tuple[int, int]:
+        """Length and address of a mapping, after a look at it."""
+        if not self._num_slots and any(memory.closed for memory in self._memories):
+            raise StateError("stack: a memory that its pages lie in was closed")
+        found: tuple[int, int] | None = self._mappings.get(id(mapping), mapping)
+        if found is None:
             check_array("mapping", mapping, cupy.ndarray, INT32, (ANY, 2))
-            self._device.remember("mapping", mapping)
-        for memory, _, _ in self._places:
-            if memory.closed:
-                raise StateError("stack: a memory that its pages lie in was closed")
-        return int(mapping.shape[0])
+            facts = int(mapping.shape[0]), int(mapping.data.ptr)
+            found = self._mappings.keep(id(mapping), facts, mapping)
+        return found
 
     def _pages(self, first_role: int) -> tuple[int, ...]:
         """The fields of `Pages`."""

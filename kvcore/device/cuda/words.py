@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import cupy
 import numpy as np
 
-from kvcore.device.base import Array, Int32, Int64
+from kvcore.device.base import Array, Int32, Int64, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array
 from kvcore.device.cuda.blocks import address
 from kvcore.device.cuda.kernels import MAX_UNITS, divider, unit_bytes
 from kvcore.device.cuda.layouts import cut_strided
-from kvcore.device.cuda.streams import CudaStream
+from kvcore.device.cuda.seen import Seen
 from kvcore.errors import wrong
 from kvcore.ids import div_ceil
 
@@ -26,19 +26,15 @@ class WordWork:
     """The table operations of one device."""
 
     def __init__(self, device: CudaDevice) -> None:
-        self._device = device
+        self._device, self._seen = device, Seen()
         self._fill = device.launch("fill", "fill_words")
         self._scatter = device.launch("scatter_table", "scatter_table")
         self._map = device.launch("map_tokens", "map_tokens")
         self._fill_chunk = device.source("fill").chunk
-        self._scatter_threads = device.source("scatter_table").threads
-        self._map_threads = device.source("map_tokens").threads
-        self._take_threads = device.source("take_rows").threads
-        self._copy_threads = device.source("strided").threads
 
-    def fill(self, target: Array, value: int, stream: CudaStream) -> None:
+    def fill(self, target: Array, value: int, stream: Stream) -> None:
         """`fill_words`."""
-        self._check_words("target", target)
+        _check_words("target", target)
         count = target.size
         if count:
             blocks = div_ceil(count, self._fill_chunk)
@@ -51,11 +47,17 @@ class WordWork:
         value: Int32,
         target: Array,
         words: Int32,
-        stream: CudaStream,
+        stream: Stream,
     ) -> None:
         """`scatter_table`."""
-        self._check_words("table", table)
-        self._check_words("target", target)
+        key = id(table), id(target)
+        found = self._seen.get(key, table, target)
+        if found is None:
+            _check_words("table", table)
+            _check_words("target", target)
+            facts = table.data.ptr, target.data.ptr, table.size, target.size
+            found = self._seen.keep(key, facts, table, target)
+        table_at, target_at, table_cells, target_cells = found
         cells, size = index.size, words.size
         if index.dtype != INT64 or index.ndim != 1 or not index.flags.c_contiguous:
             check_array("index", index, np.ndarray, INT64, (ANY,))
@@ -63,25 +65,13 @@ class WordWork:
             check_array("value", value, np.ndarray, INT32, index.shape)
         if words.dtype != INT32 or words.ndim != 1 or not words.flags.c_contiguous:
             check_array("words", words, np.ndarray, INT32, (ANY,))
-        if size > target.size:
-            raise wrong("words", f"at most the target's {target.size}", size)
-        count = max(cells, size)
-        if not count:
-            return
-        self._scatter(
-            stream,
-            -(-count // self._scatter_threads),
-            1,
-            1,
-            table.data.ptr,
-            address(index),
-            address(value),
-            target.data.ptr,
-            address(words),
-            table.size,
-            cells,
-            size,
-        )
+        if size > target_cells:
+            raise wrong("words", f"at most the target's {target_cells}", size)
+        count = cells if cells > size else size
+        if count:
+            blocks = -(-count // self._scatter.threads)
+            staged = address(index), address(value), target_at, address(words)
+            self._scatter(stream, blocks, 1, 1, table_at, *staged, table_cells, cells, size)
 
     def map_tokens(
         self,
@@ -91,48 +81,36 @@ class WordWork:
         ends: Array,
         out: Array,
         tokens_per_block: int,
-        stream: CudaStream,
+        stream: Stream,
     ) -> None:
         """`map_tokens`. The grid depends on shapes only, so that a captured launch stays right."""
-        if tokens_per_block < 1:
-            raise wrong("tokens_per_block", "at least 1", tokens_per_block)
-        known = self._device.known
-        entries = rows.shape if known("rows", rows) else (ANY,)
-        self._check("tables", tables, (ANY, ANY, ANY), strided=True)
-        self._check("rows", rows, entries)
-        check_starts = starts.shape != rows.shape or not known("starts", starts)
-        if check_starts:
-            self._check("starts", starts, rows.shape, again=True)
-        if ends.shape != rows.shape or not known("ends", ends):
-            self._check("ends", ends, rows.shape, again=True)
-        groups = tables.shape[0]
-        if not known("out", out) or out.shape[0] != groups:
-            self._check("out", out, (groups, ANY, 2), again=True)
-        tokens = out.shape[1]
-        if not tokens or not groups:
-            return
-        group_stride, row_stride, _ = tables.strides
-        self._map(
-            stream,
-            -(-tokens // self._map_threads),
-            groups,
-            1,
-            tables.data.ptr,
-            group_stride // WORD,
-            row_stride // WORD,
-            rows.data.ptr,
-            starts.data.ptr,
-            ends.data.ptr,
-            out.data.ptr,
-            tables.shape[1],
-            tables.shape[2],
-            rows.shape[0],
-            tokens,
-            *divider(tokens_per_block),
-            0,
-        )
+        key = id(tables), id(rows), id(starts), id(ends), id(out), tokens_per_block
+        found = self._seen.get(key, tables, rows, starts, ends, out)
+        if found is None:
+            facts = self._map_facts(tables, rows, starts, ends, out, tokens_per_block)
+            found = self._seen.keep(key, facts, tables, rows, starts, ends, out)
+        if found[0] and found[1]:
+            self._map(stream, *found)
 
-    def take_rows(self, table: Array, rows: Array, out: Array, stream: CudaStream) -> None:
+    def _map_facts(
+        self, tables: Array, rows: Array, starts: Array, ends: Array, out: Array, block: int
+    ) -> tuple[int, ...]:
+        """Grid and arguments of a `map_tokens`, after a look at the arrays."""
+        if block < 1:
+            raise wrong("tokens_per_block", "at least 1", block)
+        check_array("tables", tables, cupy.ndarray, INT32, (ANY, ANY, ANY), strided=True)
+        check_array("rows", rows, cupy.ndarray, INT32, (ANY,))
+        check_array("starts", starts, cupy.ndarray, INT32, rows.shape)
+        check_array("ends", ends, cupy.ndarray, INT32, rows.shape)
+        check_array("out", out, cupy.ndarray, INT32, (len(tables), ANY, 2))
+        (groups, num_rows, num_blocks), tokens = tables.shape, out.shape[1]
+        strides = [stride // WORD for stride in tables.strides[:2]]
+        pointers = [array.data.ptr for array in (rows, starts, ends, out)]
+        counts = num_rows, num_blocks, rows.shape[0], tokens, *divider(block), 0
+        grid = div_ceil(tokens, self._map.threads), groups, 1
+        return (*grid, tables.data.ptr, *strides, *pointers, *counts)
+
+    def take_rows(self, table: Array, rows: Array, out: Array, stream: Stream) -> None:
         """`take_rows`."""
         check_array("table", table, cupy.ndarray, INT32, (ANY, ANY), strided=True)
         check_array("rows", rows, cupy.ndarray, INT32, (ANY,))
@@ -149,10 +127,10 @@ class WordWork:
             units = min(step, out.shape[0] - first) * per_row
             pointers = table.data.ptr, stride, out.data.ptr + first * width, width
             counts = table.shape[0], units, *divider(per_row), table_width // unit
-            blocks = div_ceil(units, self._take_threads)
+            blocks = div_ceil(units, launch.threads)
             launch(stream, blocks, 1, 1, *pointers, rows.data.ptr + first * WORD, *counts)
 
-    def copy(self, source: Array, target: Array, stream: CudaStream) -> None:
+    def copy(self, source: Array, target: Array, stream: Stream) -> None:
         """Copies between device arrays of one shape and item size, whatever their strides."""
         itemsize = source.dtype.itemsize
         if source.size == 0:
@@ -168,24 +146,10 @@ class WordWork:
         launch = self._device.launch("strided", f"copy_strided_{unit}")
         strides = *fields["source_strides"], *fields["target_strides"]
         sizes = [part for size in fields["sizes"] for part in size]
-        blocks = div_ceil(units, self._copy_threads)
+        blocks = div_ceil(units, launch.threads)
         launch(stream, blocks, 1, 1, *pointers, *strides, *sizes, fields["num_dims"], units, 0)
 
-    def _check(
-        self,
-        name: str,
-        array: Array,
-        shape: tuple[int, ...],
-        *,
-        strided: bool = False,
-        again: bool = False,
-    ) -> None:
-        if again or not self._device.known(name, array):
-            check_array(name, array, cupy.ndarray, INT32, shape, strided=strided)
-            self._device.remember(name, array)
 
-    def _check_words(self, name: str, array: Array) -> None:
-        if not self._device.known(name, array):
-            shape = array.shape if isinstance(array, cupy.ndarray) else ()
-            check_array(name, array, cupy.ndarray, INT32, shape)
-            self._device.remember(name, array)
+def _check_words(name: str, array: Array) -> None:
+    shape = array.shape if isinstance(array, cupy.ndarray) else ()
+    check_array(name, array, cupy.ndarray, INT32, shape)

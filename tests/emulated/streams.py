@@ -1,0 +1,232 @@
+"""Streams of others, events and contexts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from kvcore.device.cuda import CudaDevice, device_count
+from kvcore.device.host import HostDevice
+from kvcore.errors import DriverError
+from tests.emulated import driver
+
+pytestmark = pytest.mark.usefixtures("held")
+
+
+class Protocol:
+    """What cuda.core, RMM and newer CuPy streams look like."""
+
+    def __init__(self, handle, version=0):
+        self._tuple = version, handle
+
+    def __cuda_stream__(self):
+        return self._tuple
+
+
+class Attribute:
+    """The protocol's older form."""
+
+    def __init__(self, handle):
+        self.__cuda_stream__ = (0, handle)
+
+
+class TorchLike:
+    def __init__(self, handle):
+        self.cuda_stream = handle
+
+
+class CupyLike:
+    def __init__(self, handle):
+        self.ptr = handle
+
+
+def test_the_devices_there_are():
+    assert device_count() == 2
+    for index in (2, -1):
+        with pytest.raises(ValueError, match="cuda:0"):
+            CudaDevice(index)
+    driver.make_current(1)
+    device = CudaDevice()
+    assert (device.index, device.kind, device.has_memory) == (1, "cuda", True)
+    assert device.default_stream is None
+    device.close()
+    driver.make_current(None)
+    assert CudaDevice().index == 0
+
+
+@pytest.mark.parametrize("kind", [int, Protocol, Attribute, TorchLike, CupyLike])
+def test_one_object_per_handle_whatever_names_it(device, kind):
+    raw = device.create_stream()
+    found = device.stream(kind(raw.handle))
+    assert found is raw
+    assert device.stream(found) is found
+    assert found.__cuda_stream__() == (0, raw.handle)
+    assert found.ptr == raw.handle
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_default_streams_are_taken_by_handle(device, other, handle):
+    for its in (device, other):
+        stream = its.stream(handle)
+        assert its.stream(handle) is stream
+        words = its.empty(4, np.int32)
+        its.fill_words(words, 9, stream=stream)
+        event = stream.record()
+        stream.wait(event)
+        its.create_stream().wait(event)
+        event.synchronize()
+        assert event.done()
+        assert its.to_host(words, stream=stream).tolist() == [9] * 4
+        assert not stream.is_capturing()
+    assert driver.current() is None
+
+
+def test_a_borrowed_stream_keeps_its_owner(device):
+    class Owner(Protocol):
+        alive = True
+
+        def __del__(self):
+            Owner.alive = False
+
+    raw = device.create_stream().handle
+    first = device.stream(Owner(raw))
+    gc.collect()
+    assert Owner.alive
+    device.stream(Owner(raw))  # another object with the same handle takes its place
+    assert first.owner is not None
+    del first
+    device.close()
+    gc.collect()
+    assert not Owner.alive
+
+
+def test_what_is_no_stream_of_this_device(device, other):
+    with pytest.raises(ValueError, match=r"resume\(stream\)"):
+        device.stream(None)
+    for thing in (True, 1.0, "0", object(), np.zeros(1)):
+        with pytest.raises(TypeError, match="stream"):
+            device.stream(thing)
+    with pytest.raises(ValueError, match="version"):
+        device.stream(Protocol(0, version=1))
+    with pytest.raises(ValueError, match="handle"):
+        device.stream(-1)
+    foreign = other.create_stream()
+    for stream in (foreign, foreign.handle, Protocol(foreign.handle)):
+        with pytest.raises(ValueError, match="cuda:"):
+            device.stream(stream)
+    words = device.empty(4, np.int32)
+    with pytest.raises(ValueError, match="cuda:0"):
+        device.fill_words(words, 1, stream=foreign)
+    host = HostDevice()
+    with pytest.raises(TypeError, match="stream"):
+        device.fill_words(words, 1, stream=host.default_stream)
+    with pytest.raises(TypeError, match="event"):
+        device.create_stream().wait(host.default_stream.record())
+
+
+def test_events_are_used_again(device):
+    stream, second = device.create_stream(), device.create_stream()
+    event = stream.record()
+    before = driver.counts().events
+    for _ in range(100):
+        event = stream.record()  # the one before goes back to the pool when this one is there
+        second.wait(event)
+        assert event.done()
+    assert driver.counts().events <= before + 1
+    many = [stream.record() for _ in range(10)]
+    assert driver.counts().events == before + 10 or driver.counts().events == before + 9
+    assert len({event.native for event in many}) == 10
+
+
+def test_an_event_serves_other_devices(device, other):
+    here, there = device.create_stream(), other.create_stream()
+    there.wait(here.record())
+    here.wait(there.record())
+
+
+def test_failed_records_are_told(device):
+    stream = device.create_stream()
+    driver.fail("cuEventCreate", 1)
+    with pytest.raises(DriverError, match="cuEventCreate"):
+        stream.record()
+    stream.record()
+    driver.fail("cuEventRecord", 1)
+    assert stream.record().done()  # tried once more, in the context: a driver may want that
+    driver.fail("cuStreamWaitEvent", 1)
+    stream.wait(device.stream(0).record())
+    driver.fail("cuEventRecord", 1)
+    with pytest.raises(DriverError, match="cuEventRecord failed with 999"):
+        device.stream(0).record()
+
+
+def test_failed_queries_are_told(device):
+    event = device.create_stream().record()
+    driver.fail("cuEventQuery", 1)
+    with pytest.raises(DriverError, match="cuEventQuery"):
+        event.done()
+    driver.fail("cuEventQuery", 1)  # which the fake's cuEventSynchronize asks
+    with pytest.raises(DriverError, match="cuEventSynchronize"):
+        event.synchronize()
+    assert event.done()
+
+
+def test_failed_launches_are_told(device):
+    stream, words = device.create_stream(), device.empty(4, np.int32)
+    driver.fail("cuLaunchKernel", 1)
+    with pytest.raises(DriverError, match="cuLaunchKernel of fill_words failed with 999"):
+        device.fill_words(words, 1, stream=stream)
+    device.fill_words(words, 2, stream=stream)
+    assert device.to_host(words, stream=stream).tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"])
+def test_failed_copies_are_told_and_keep_the_staging(device, call):
+    stream, words = device.create_stream(), device.empty(4, np.int32)
+    values = np.arange(4, dtype=np.int32)
+
+    def both():
+        device.from_host(values, words, stream=stream)
+        return device.to_host(words, stream=stream).tolist()
+
+    driver.fail(call, 1)
+    with pytest.raises(DriverError, match=call.removesuffix("_v2")):
+        both()
+    assert both() == [0, 1, 2, 3]
+
+
+def test_threads_without_a_context_work(device, other):
+    found = []
+
+    def work(its, value):
+        stream = its.create_stream()
+        words = its.empty(1000, np.int32, stream=stream)
+        for _ in range(50):
+            its.fill_words(words, value, stream=stream)
+            found.append(set(its.to_host(words, stream=stream).tolist()) == {value})
+            stream.record().synchronize()
+        found.append(driver.current() is None)
+
+    threads = [
+        threading.Thread(target=work, args=(its, value))
+        for value, its in enumerate([device, other, device, other])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * (4 * 51)
+
+
+def test_streams_of_ours_are_destroyed(device):
+    stream = device.create_stream()
+    handle = stream.handle
+    before = driver.counts().streams
+    del stream
+    gc.collect()
+    device.collect()
+    assert driver.counts().streams == before - 1
+    assert device.stream(0).handle == 0
+    assert handle

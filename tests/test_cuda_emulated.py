@@ -1,0 +1,74 @@
+"""The CUDA device on a driver that needs no GPU: the battery, and what the driver can do to it.
+
+Runs in processes of their own, which load the fake driver instead of a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import build
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+FAKE = HERE / "emulated" / "fake_cuda.cpp"
+
+
+@cache
+def address_sanitizer() -> str:
+    """The library that has to be loaded first for `-fsanitize=address`, if there is one."""
+    query = [str(build.compiler()), "-print-file-name=libasan.so"]
+    found = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return found if os.path.isabs(found) else ""
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a process that finds the fake driver."""
+    found = {**os.environ, "LD_LIBRARY_PATH": str(folder), "KVCORE_EMULATED": str(folder), **more}
+    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
+    return found
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> dict[str, str]:
+    """Builds driver and kernels, with every sanitizer that works here; gives the environment."""
+    if build.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    if find_spec("cupy") is None or find_spec("cuda") is None:
+        pytest.skip("needs CuPy and cuda-python")
+    folder = tmp_path_factory.mktemp("emulated")
+    driver = [str(build.compiler()), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
+    driver += ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(FAKE), "-ldl"]
+    subprocess.run([*driver, "-o", str(folder / "libcuda.so.1")], check=True)
+    probe = [
+        sys.executable,
+        "-c",
+        "from tests.emulated import driver; driver.library('kernels.so')",
+    ]
+    if address_sanitizer():
+        build.build(folder, build.tuned(), *build.CHECKS, "-fsanitize=address")
+        options = {"LD_PRELOAD": address_sanitizer(), "ASAN_OPTIONS": "detect_leaks=0"}
+        variables = environment(folder, **options)
+        if subprocess.run(probe, env=variables, cwd=ROOT, capture_output=True).returncode == 0:
+            return variables
+    build.build(folder, build.tuned(), *build.CHECKS)
+    return environment(folder)
+
+
+@pytest.mark.parametrize("suite", ["battery", "memory", "streams", "work"])
+def test_on_the_fake_driver(emulated, suite):
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command.append(str(HERE / "emulated" / f"{suite}.py"))
+    done = subprocess.run(command, env=emulated, cwd=ROOT, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert "runtime error" not in text, text  # of the sanitizer for undefined behaviour
+    assert " passed" in text
+    assert "skipped" not in text

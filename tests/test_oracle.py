@@ -1,0 +1,394 @@
+"""The oracle itself: every fault planted here is found, and what is right is not blamed."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import kvcore.control.beams as beams
+from kvcore.batch import Batch
+from kvcore.bound_rows import BoundRows
+from kvcore.control.sequences import SequenceTable
+from kvcore.control.slots import SlotTable
+from kvcore.device.fences import Fences
+from kvcore.device.host import HostDevice
+from kvcore.device.staging import StagingRing
+from kvcore.device.tables import DeviceTables
+from kvcore.errors import KVCoreError
+from kvcore.manager import KVCacheManager
+from kvcore.plan import DirtyCells
+from kvcore.runtime import Runtime
+from kvcore.testing import (
+    ContentError,
+    FakeEngine,
+    FaultError,
+    Lockstep,
+    OracleError,
+    check,
+    fail_at,
+)
+from kvcore.testing.walk import small_config
+from tests import stress
+
+
+class Scene:
+    """Three sequences: of two beams, plain with a bound row, and suspended."""
+
+    def __init__(self):
+        config = small_config(tokens_per_block=4, slots=16, max_rows=8)
+        self.manager = KVCacheManager(config, device="host")
+        self.engine = FakeEngine(self.manager, poison=False)
+        self.wide, self.plain, self.hidden = self.manager.create_kv_caches([0, 0, 0])
+        for kv in (self.wide, self.plain, self.hidden):
+            assert kv.resume()
+            assert kv.resize(10)
+            self.engine.write([kv], 10)
+            assert kv.resize(None, 5)
+        assert self.engine.set_beam_width(self.wide, 2)
+        self.bound = np.empty(6, np.int32)
+        self.plain.set_base_page_index_buf(0, 0, self.bound)
+        self.hidden.suspend()
+        self.seqs = self.manager._runtime.control.seqs
+        self.slots = self.manager._runtime.control.slots[0]
+
+    def row(self, kv, beam=0):
+        """The table row of a beam, writable, with its cells."""
+        return self.seqs.table[self.seqs.rows[kv._sequence, beam], 0]
+
+
+@pytest.fixture
+def scene():
+    return Scene()
+
+
+def test_what_is_right_passes(scene):
+    check(scene.manager)
+    check(scene.manager, device=True)
+    scene.engine.verify([scene.wide, scene.plain])
+
+
+# -- structures: one corruption each ---------------------------------------------------------------
+
+
+def count_a_holder_twice(scene):
+    scene.slots.refs[scene.row(scene.plain)[0]] += 1
+
+
+def make_a_count_negative(scene):
+    scene.slots.refs[scene.slots.free_slots()[0]] = -1
+
+
+def free_a_held_slot(scene):
+    scene.slots._stack[0] = scene.row(scene.plain)[0]
+
+
+def free_a_slot_twice(scene):
+    scene.slots._stack[0] = scene.slots._stack[1]
+
+
+def lose_a_slot(scene):
+    scene.slots.num_free -= 1
+
+
+def leave_a_cell_behind(scene):
+    scene.row(scene.plain)[3] = 0
+
+
+def point_outside(scene):
+    scene.row(scene.plain)[0] = 99
+
+
+def share_a_page_that_is_written(scene):
+    scene.slots.refs[scene.row(scene.wide, 1)[2]] -= 1
+    scene.slots._give_back(scene.row(scene.wide, 1)[2:3].copy(), 0)
+    scene.row(scene.wide, 1)[2] = scene.row(scene.wide, 0)[2]
+    scene.slots.refs[scene.row(scene.wide, 0)[2]] += 1
+
+
+def share_a_page_between_sequences(scene):
+    mine, theirs = scene.row(scene.plain), scene.row(scene.wide)
+    scene.slots.refs[mine[0]] = 0
+    scene.slots._give_back(mine[:1].copy(), 0)
+    mine[0] = theirs[0]
+    scene.slots.refs[theirs[0]] += 1
+
+
+def give_two_beams_one_row(scene):
+    scene.seqs.rows[scene.wide._sequence, 1] = scene.seqs.rows[scene.wide._sequence, 0]
+
+
+def forget_a_free_row(scene):
+    scene.seqs.used_rows += 1
+
+
+def grow_without_pages(scene):
+    scene.seqs.capacity[scene.plain._sequence] = 13
+
+
+def forget_the_limit(scene):
+    scene.seqs.limit[scene.plain._sequence] -= 1
+
+
+def pass_the_capacity(scene):
+    scene.seqs.history[scene.plain._sequence] = 11
+
+
+def show_a_suspended_page(scene):
+    scene.row(scene.hidden)[0] = scene.seqs.parked[scene.hidden._sequence][0, 0, 0]
+
+
+def wake_without_pages(scene):
+    scene.seqs.active[scene.hidden._sequence] = True
+
+
+def lose_a_handle(scene):
+    del scene.manager._runtime.handles[scene.plain._sequence]
+
+
+def miss_an_update_of_the_callers_row(scene):
+    scene.bound[1] = 7
+
+
+def forget_a_bound(scene):
+    scene.seqs.block_bound[scene.plain._sequence] = 99
+
+
+def promise_a_ticket_of_the_future(scene):
+    scene.slots.reusable_after[0] = 10**6
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "rule"),
+    [
+        (count_a_holder_twice, "holders"),
+        (make_a_count_negative, "holders"),
+        (free_a_held_slot, "free and held"),
+        (free_a_slot_twice, "distinct free slots"),
+        (lose_a_slot, "free .* held = capacity"),
+        (leave_a_cell_behind, "cells from 3 on are -1"),
+        (point_outside, "name no slot"),
+        (share_a_page_that_is_written, "holders of block 2"),
+        (share_a_page_between_sequences, "serves one"),
+        (give_two_beams_one_row, "rows of distinct beams"),
+        (forget_a_free_row, "free rows"),
+        (grow_without_pages, "blocks"),
+        (forget_the_limit, "limit"),
+        (pass_the_capacity, "history 11 <= capacity 10"),
+        (show_a_suspended_page, "cells from 0 on are -1"),
+        (wake_without_pages, "active and parked"),
+        (lose_a_handle, "with a handle"),
+        (miss_an_update_of_the_callers_row, "the row bound to beam 0"),
+        (forget_a_bound, "bound"),
+        (promise_a_ticket_of_the_future, "tickets of the future"),
+    ],
+)
+def test_check_finds_a_corrupted_structure(scene, corrupt, rule):
+    corrupt(scene)
+    with pytest.raises(OracleError, match=rule) as caught:
+        check(scene.manager)
+    assert "state:\n  pool group 0: 16 slots" in str(caught.value)  # the dump is there
+
+
+def test_check_finds_a_device_table_that_missed_an_update(scene):
+    check(scene.manager, device=True)
+    assert scene.plain.resize(13)
+    scene.seqs.dirty.clear()
+    check(scene.manager)
+    with pytest.raises(OracleError, match="device table"):
+        check(scene.manager, device=True)
+
+
+# -- content ---------------------------------------------------------------------------------------
+
+
+def test_the_engine_finds_a_wrong_page(scene):
+    first, second = scene.row(scene.plain), scene.row(scene.wide)
+    first[0], second[0] = second[0], first[0]
+    scene.seqs.mark_blocks(scene.seqs.rows[scene.plain._sequence, :1], 3, 0)
+    with pytest.raises(ContentError, match="10 tokens|4 tokens"):
+        scene.engine.verify([scene.plain])
+
+
+def test_the_engine_finds_a_wrong_beam(scene):
+    scene.engine.write([scene.wide], 5)
+    scene.engine.verify([scene.wide])
+    rows = scene.engine._lineages[scene.wide]
+    rows[0], rows[1] = rows[1], rows[0]
+    with pytest.raises(ContentError, match="beam 0 position 5"):
+        scene.engine.verify([scene.wide])
+
+
+def test_the_engine_finds_a_stale_page(scene):
+    """One bit of one role of one token is enough."""
+    pool, _ = scene.manager._runtime.pool_places[0][0]
+    slot = int(scene.row(scene.plain)[1])
+    pool.array(np.uint8, (16, 4096))[slot, 2048 + 3 * 512 + 17] ^= 1
+    with pytest.raises(ContentError, match=r"position 7, key \d+: differs in 1 words"):
+        scene.engine.verify([scene.plain])
+
+
+def test_the_engine_finds_a_page_that_is_missing(scene):
+    scene.engine.verify([scene.plain])
+    scene.manager.page_table(0)[scene.seqs.rows[scene.plain._sequence, 0], 1] = -1
+    with pytest.raises(ContentError, match="a kernel saw"):
+        scene.engine.verify([scene.plain])
+    with (
+        mock.patch.object(FakeEngine, "_read_tables", lambda *_: ([], [])),
+        pytest.raises(ContentError, match="position 4.* has no page"),
+    ):
+        scene.engine.verify([scene.plain])
+
+
+def test_pages_are_poisoned_before_they_are_freed():
+    scene = Scene()
+    scene.engine.poison = True
+    slots = scene.row(scene.plain)[:3].copy()
+    scene.engine.close(scene.plain)
+    pool, _ = scene.manager._runtime.pool_places[0][0]
+    assert (pool.array(np.uint8, (16, 4096))[slots] == 0xFF).all()
+    scene.engine.verify([scene.wide])
+
+
+def test_lockstep_finds_a_wrong_answer(scene):
+    pair = Lockstep(KVCacheManager(small_config(), device="host"))
+    kv = pair.create([None])[0]
+    pair.resume(kv)
+    kv.model.capacity = 3
+    with pytest.raises(OracleError, match="cache 0: capacity: expected 3, got 0"):
+        pair.compare()
+    kv.model.capacity = 0
+    with pytest.raises(OracleError, match="the call: expected"):
+        pair.both(lambda: True, lambda: False)
+
+
+# -- faults in the code: random walks on simulated streams find each ------------------------------
+
+
+def nothing(*_, **__):
+    """In place of a method that does something."""
+
+
+def lend_without_waiting(self, sequences, stream, owners):
+    for sequence in sequences.tolist():
+        if self.stream_of(sequence) is not stream:
+            self._lent.setdefault(sequence, []).append(stream)
+
+
+def bind_without_waiting(self, sequence, stream):
+    self.control.seqs.stream[sequence] = self._number_of(stream)
+
+
+def lease_what_is_still_read(self, nbytes):
+    place = next(i for i, (buffer, _) in enumerate(self._retired) if buffer.nbytes >= nbytes)
+    buffer, _ = self._retired[place]
+    del self._retired[place]
+    self._leased[id(buffer)] = buffer
+    return buffer
+
+
+def free_without_ticket(self, slots, ticket, *, distinct, right=SlotTable.release):
+    return right(self, slots, 0, distinct=distinct)
+
+
+def mark_without_ticket(self, index, after=0, right=SequenceTable.mark):
+    return right(self, index)
+
+
+def copy_from_the_wrong_parent(parents, width, right=beams._share_out):
+    takers, donors, spare = right(parents, width)
+    return takers, donors[::-1], spare
+
+
+def copy_only_the_first_pool(self, copies, stream):
+    for copy in copies:
+        if copy.src.size:
+            pools = self.pool_places[copy.pool_group][:1]
+            self.device.copy_pages(pools, copy.src, copy.dst, stream=stream)
+
+
+def merge_without_waits(self, dirty):
+    dirty[:] = [DirtyCells(np.unique(np.concatenate([entry.index for entry in dirty])))]
+
+
+FAULTS = {
+    "new slots without waiting": (Runtime, "wait", nothing),
+    "lending without waiting": (Runtime, "lend", lend_without_waiting),
+    "taking back without waiting": (Runtime, "come_home", nothing),
+    "changing streams without waiting": (Runtime, "bind", bind_without_waiting),
+    "no waits on tickets": (Fences, "wait_one", nothing),
+    "table work of two streams unordered": (DeviceTables, "_order_behind_last", nothing),
+    "staging reused too early": (StagingRing, "lease", lease_what_is_still_read),
+    "batch reused too early": (Batch, "_await_last_step", nothing),
+    "freed without ticket": (SlotTable, "release", free_without_ticket),
+    "cells cleared too early": (SequenceTable, "mark", mark_without_ticket),
+    "cells never sent": (SequenceTable, "mark", nothing),
+    "waits lost when changes are merged": (DeviceTables, "compact", merge_without_waits),
+    "shared pages not held": (SlotTable, "hold", nothing),
+    "copies from the wrong parent": (beams, "_share_out", copy_from_the_wrong_parent),
+    "copies of one pool": (Runtime, "copy_pages", copy_only_the_first_pool),
+    "bound rows not refreshed": (BoundRows, "refresh", nothing),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a KVCache")  # a walk that fails leaves its caches open
+@pytest.mark.parametrize("fault", FAULTS)
+def test_random_walks_find_a_planted_fault(fault):
+    with mock.patch.object(*FAULTS[fault]):
+        found = first_failure(most_walks=150)
+    assert found is not None, "the walks did not notice"
+
+
+def first_failure(most_walks):
+    for seed in range(most_walks):
+        try:
+            stress.walk(seed, 250, deferred=True)
+        except (KVCoreError, IndexError, StopIteration) as error:
+            return error
+    return None
+
+
+def test_the_walks_find_nothing_without_a_fault():
+    assert first_failure(most_walks=2) is None
+
+
+# -- faults on demand ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["take", "copy", "launch", "memory", "record", "wait"])
+def test_a_fault_fires_once_and_leaves_no_trace(what):
+    device = HostDevice(deferred=True)
+    streams = [device.create_stream() for _ in range(2)]
+    manager = KVCacheManager(small_config(slots=8), device=device)
+    a, b = manager.create_kv_caches([0, 0])
+    assert a.resume(streams[0])
+    assert b.resume(streams[1])
+
+    def use():
+        assert b.resize(8)
+        batch = manager.create_batch(4, 4)
+        batch.prepare([b], 1)
+        assert b.set_beam_width(2)
+        assert b.resize(0)
+        assert a.resize(32)
+        assert a.resize(0)
+        assert b.set_beam_width(1)
+
+    with fail_at(manager, what, 10**6) as counted:
+        use()
+    assert counted.calls > 0
+    assert not counted.fired
+    with fail_at(manager, what) as fault, pytest.raises(FaultError, match=what):
+        use()
+    assert fault.fired
+    assert vars(device).keys() == vars(HostDevice()).keys()
+    assert type(manager._runtime.control.slots[0]) is SlotTable
+
+
+def test_a_fault_of_no_kind_is_refused():
+    device = HostDevice()
+    with pytest.raises(ValueError, match="one of"), fail_at(device, "luck"):
+        pass
+    with pytest.raises(ValueError, match="KVCacheManager"), fail_at(device, "take"):
+        pass
