@@ -18,7 +18,7 @@ SUITES = {
     "control": ("bench.control", "bench.decode"),
     "import": ("bench.imports",),
     "kernels": ("bench.kernels",),
-    "streams": ("bench.streams",),
+    "streams": ("bench.streams", "bench.decode_cuda"),
 }
 NEED_GPU = {"kernels", "streams"}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +21,35 @@ if TYPE_CHECKING:
 ROWS, STARTS, ENDS = 0, 1, 2
 
 
+@dataclass(slots=True)
+class _Step:
+    """What was prepared."""
+
+    sequences: NDArray[np.intp]
+    owner: NDArray[np.intp]  # position in `sequences` of each row
+    num_tokens: int
+    count: int  # tokens per row; -1: they differ
+    versions: NDArray[np.int64]  # of the sequences
+    changes: int = 0  # of any sequence, when last compared
+    loans: int = 0  # changes of loans, when last compared
+    stream: Stream = None  # type: ignore[assignment]  # where it was prepared
+    last: Stream = None  # type: ignore[assignment]  # where its newest work runs
+
+    def again(self) -> _Step:
+        """The same step anew."""
+        return _Step(self.sequences, self.owner, self.num_tokens, self.count, self.versions)
+
+
 class Batch:
     """The sequences of one step, on the device, at addresses that never change.
 
-    A step is an uncaptured `prepare`, operations that may lie in a CUDA graph, and `finish` where
-    they ran on another stream than the sequences'. Rows go cache by cache and beam by beam; tokens
-    go row by row. Rows and tokens beyond the present ones are padding: they map to -1 and touch no
-    page, so a graph captured over `max_tokens` replays for any smaller step.
+    A step is an uncaptured `prepare`, and operations that may lie in a CUDA graph captured on
+    prepare's stream. Operations come one after the other, also on different streams. A step is void
+    once a member was closed, suspended or cut, or its beams changed; growth does not matter.
+
+    Rows go cache by cache and beam by beam; tokens go row by row. Rows and tokens beyond the
+    present ones are padding: they map to -1 and touch no page, so a graph captured over
+    `max_tokens` replays for any smaller step.
 
     Made by `KVCacheManager.create_batch`. One thread uses a batch at a time.
     """
@@ -36,7 +59,6 @@ class Batch:
         device, groups = runtime.device, runtime.control.seqs.shape.num_groups
         self._runtime = runtime
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self.num_rows = self.num_tokens = 0
         self._words: NDArray[np.int32] = np.zeros((3, max_rows), np.int32)
         self._words[ROWS] = NO_SLOT
         self._flat_words = self._words.reshape(-1)
@@ -44,12 +66,17 @@ class Batch:
         self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(3)]
         self.mapping: Array = device.empty((groups, max_tokens, 2), np.int32)
         self._views: dict[tuple[int, int], Array] = {}
-        self._sequences: NDArray[np.intp] = np.empty(0, np.intp)
-        self._shape: tuple[NDArray[np.intp] | None, int] = (None, 0)  # what rows and ends describe
-        self._owner: NDArray[np.intp] = np.empty(0, np.intp)  # sequence of each row
-        self._count = -1  # tokens per row; -1: they differ
-        self._stream: Stream | None = None
-        self._joined: list[Stream] = []  # other streams this step runs on
+        self._step: _Step | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the present step; 0 before the first."""
+        return 0 if self._step is None else self._step.owner.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the present step; 0 before the first."""
+        return 0 if self._step is None else self._step.num_tokens
 
     @property
     def rows(self) -> Array:
@@ -58,7 +85,7 @@ class Batch:
 
     def prepare(
         self,
-        kv_caches: Sequence[KVCache],
+        kv_caches: Iterable[KVCache],
         num_tokens: int | ArrayLike = 1,
         *,
         start: ArrayLike | None = None,
@@ -92,58 +119,63 @@ class Batch:
         with runtime.lock:
             runtime.enter()
             tables = runtime.device_tables()
-            sequences = runtime.resolve(kv_caches)
-            owners = runtime.streams_of(sequences)
-            on = runtime.choose_stream(stream, owners)
-            self._describe(sequences, num_tokens, start)
-            self._await_last_step(on)
-            runtime.lend(sequences, on, owners)
+            sequences = runtime.handles.resolve(kv_caches)
+            on = runtime.streams.choose(stream, runtime.streams.of_all(sequences))
+            step = self._describe(sequences, num_tokens, start)
+            before, self._step = self._step, None  # until everything below is enqueued
+            if before is not None and before.last is not on:
+                on.wait(before.last.record())  # the step before still reads the staging
+            runtime.streams.lend(sequences, on)
             seqs, device = runtime.control.seqs, runtime.device
-            tables.send(seqs.dirty, seqs.used_rows, self._staged, self._flat_words, on)
-            rows, starts, ends = self._parts
-            device.map_tokens(
-                tables.by_group,
-                rows,
-                starts,
-                ends,
-                self.mapping,
-                tokens_per_block=seqs.shape.tokens_per_block,
-                stream=on,
-            )
-            tables.seal(on)
-            self._sequences, self._stream = sequences, on
-
-    def _await_last_step(self, stream: Stream) -> None:
-        """The step before may still read the staging that this one writes."""
-        for before in (self._stream, *self._joined):
-            if before is not None and before is not stream:
-                stream.wait(before.record())
-        self._joined.clear()
+            try:
+                tables.send(seqs.dirty, seqs.used_rows, self._staged, self._flat_words, on)
+                rows, starts, ends = self._parts
+                device.map_tokens(
+                    tables.by_group,
+                    rows,
+                    starts,
+                    ends,
+                    self.mapping,
+                    tokens_per_block=seqs.shape.tokens_per_block,
+                    stream=on,
+                )
+            finally:
+                tables.seal(on)
+            step.stream = step.last = on
+            step.changes, step.loans = seqs.changes, runtime.streams.changes
+            self._step = step
 
     def _describe(
         self, sequences: NDArray[np.intp], num_tokens: int | ArrayLike, start: ArrayLike | None
-    ) -> None:
-        """Writes rows, starts and ends of the step into the host's words.
+    ) -> _Step:
+        """Writes rows, starts and ends of a step into the host's words.
 
-        Rows and ends are kept from the step before where the sequences are the very same.
+        Rows and ends are kept from the step before where it had the very same shape.
         """
-        runtime, words = self._runtime, self._words
+        runtime, words, before = self._runtime, self._words, self._step
+        seqs = runtime.control.seqs
         starts, counts = runtime.ranges(sequences, num_tokens, start)
-        shape = (sequences, runtime.control.seqs.rows_version)
-        same = shape[0] is self._shape[0] and shape[1] == self._shape[1]
-        rows, owner = (None, self._owner) if same else runtime.control.batch_rows(sequences)
-        size = owner.size
-        if not (same and type(counts) is int and counts == self._count):
+        same = (
+            before is not None
+            and before.sequences is sequences
+            and before.changes == seqs.changes
+            and type(counts) is int
+            and before.count == counts
+        )
+        if same and before is not None:
+            step = before.again()
+        else:
+            rows, owner = runtime.control.batch_rows(sequences)
             ends = np.cumsum(np.broadcast_to(counts, sequences.shape)[owner])
-            total = int(ends[-1]) if size else 0
+            size, total = owner.size, int(ends[-1]) if owner.size else 0
             self._check_room(size, total)
-            words[ENDS, :size], words[ENDS, size:] = ends, total
-            self.num_tokens = total
-        if rows is not None:
             words[ROWS, :size], words[ROWS, size:] = rows, NO_SLOT
-        words[STARTS, :size] = starts if size == sequences.size else starts[owner]
-        self.num_rows, self._owner, self._shape = size, owner, shape
-        self._count = counts if type(counts) is int else -1
+            words[ENDS, :size], words[ENDS, size:] = ends, total
+            count = counts if type(counts) is int else -1
+            step = _Step(sequences, owner, total, count, seqs.version[sequences])
+        size = step.owner.size
+        words[STARTS, :size] = starts if size == sequences.size else starts[step.owner]
+        return step
 
     def _check_room(self, rows: int, tokens: int) -> None:
         if rows > self.max_rows or tokens > self.max_tokens:
@@ -181,7 +213,7 @@ class Batch:
         ValueError
             Shapes differ, or the roles' declarations do.
         """
-        on, one = self._on(stream), isinstance(layers, int)
+        on, one = self._on(stream), not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(buffers))
         sources = [self._operand(role, array, stack, one) for role, array in buffers.items()]
         mapping = self._mapping_of(group, sources)
@@ -217,7 +249,7 @@ class Batch:
         -----
         For whole sequences prepare with `start=0` and `num_tokens=length`.
         """
-        on, one = self._on(stream), isinstance(layers, int)
+        on, one = self._on(stream), not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(roles))
         if out is None:
             out = [self._new(stack, layers, role, on) for role in roles]
@@ -248,8 +280,8 @@ class Batch:
             seqs = runtime.control.seqs
             as_int("layer_group", layer_group, 0, seqs.shape.num_groups - 1)
             on = self._on(stream)
-            if num_blocks is None:
-                num_blocks = int(seqs.num_blocks[self._sequences].max(initial=0))
+            if num_blocks is None and self._step is not None:
+                num_blocks = int(seqs.num_blocks[self._step.sequences].max(initial=0))
             num_blocks = as_int("num_blocks", num_blocks, 0, seqs.shape.max_blocks)
             shape = (self.num_rows, num_blocks)
             if out is None:
@@ -259,44 +291,52 @@ class Batch:
             tables = runtime.device_tables()
             rows = self._parts[ROWS][: self.num_rows]
             runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
-            tables.seal(on)
             return out
 
     def finish(self) -> None:
         """Gives the pages back to their sequences' own streams, which wait for this step's work.
 
-        Only needed where `prepare` ran on another stream than the sequences are bound to, and done
-        by the next change of a sequence anyway. Enqueues waits; never blocks. Not for capture in a
-        graph.
+        Only needed where the step runs on another stream than the sequences are bound to, and the
+        engine goes on with their pages by itself: every change of a sequence does it anyway.
+        Enqueues waits; never blocks. Not for capture in a graph.
         """
         runtime = self._runtime
         with runtime.lock:
-            for sequence in self._sequences.tolist():
-                runtime.come_home(sequence)
+            for sequence in [] if self._step is None else self._step.sequences.tolist():
+                runtime.streams.come_home(sequence)
 
     # -- operands ----------------------------------------------------------------------------------
 
     def _on(self, stream: object) -> Stream:
-        prepared = self._stream
-        if prepared is None:
-            raise StateError("the batch holds no step yet; call prepare() first")
-        on = prepared if stream is None else self._runtime.device.stream(stream)
-        if on is not prepared and on not in self._joined:
-            with self._runtime.lock:
-                on.wait(prepared.record())
-                owners = self._runtime.streams_of(self._sequences)
-                self._runtime.lend(self._sequences, on, owners)
-            self._joined.append(on)
+        """The stream for the next operation, ordered behind all earlier work on the pages."""
+        runtime, step = self._runtime, self._step
+        if step is None:
+            raise StateError("the batch holds no step; call prepare() first")
+        on = step.stream if stream is None else runtime.device.stream(stream)
+        seqs, streams = runtime.control.seqs, runtime.streams
+        if step.changes == seqs.changes and step.loans == streams.changes and on is step.last:
+            return on
+        with runtime.lock:
+            if (seqs.version[step.sequences] != step.versions).any():
+                raise StateError(
+                    "a sequence of this step was closed, suspended or cut, or its beams changed, "
+                    "since prepare(); prepare the step again"
+                )
+            if on is not step.last:
+                on.wait(step.last.record())
+            streams.lend(step.sequences, on)
+            step.changes, step.loans, step.last = seqs.changes, streams.changes, on
         return on
 
     def _stack(self, layers: int | Sequence[int], roles: tuple[str, ...]) -> tuple[PageStack, int]:
-        numbers = (layers,) if isinstance(layers, int) else tuple(layers)
-        return self._runtime.stacks.get(numbers, roles)
+        if isinstance(layers, Sequence):
+            return self._runtime.stacks.get(tuple(layers), roles)
+        return self._runtime.stacks.get((as_int("layers", layers),), roles)
 
     def _operand(self, role: str, values: Any, stack: PageStack, one: bool) -> Array:
         """`values` as `[L, N, H, D]` on the device, checked against the stack."""
         array = self._runtime.device.as_array(values)
-        geometry = stack.geometry
+        geometry, given = stack.geometry, array.shape
         tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
         if array.ndim == (2 if one else 3) and geometry.heads == 1:
             array = array[..., None, :]
@@ -307,7 +347,7 @@ class Batch:
             shape = f"[{stack.num_layers}, {self.num_tokens}, {geometry.heads}, {geometry.dim}]"
             if one:
                 shape = f"[{self.num_tokens}, {geometry.heads}, {geometry.dim}]"
-            raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(values.shape))
+            raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(given))
         if array.dtype.itemsize != geometry.itemsize:
             raise wrong_type(
                 f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype
@@ -329,12 +369,12 @@ class Batch:
         self, stack: PageStack, layers: int | Sequence[int], role: str, stream: Stream
     ) -> Array:
         runtime, geometry = self._runtime, stack.geometry
-        first = layers if isinstance(layers, int) else layers[0]
+        first = layers[0] if isinstance(layers, Sequence) else layers
         declared = str(runtime.layout.place(first, role).buffer.dtype)
-        # Not "what np.dtype knows": other packages teach it names; the type must not depend on them.
+        # Not "what np.dtype knows": other packages teach it names, and must make no difference.
         foreign = declared.startswith(("bfloat16", "float8", "float4"))
         dtype = np.dtype(f"u{geometry.itemsize}" if foreign else declared)
         shape = (self.num_tokens, geometry.heads, geometry.dim)
-        if not isinstance(layers, int):
+        if isinstance(layers, Sequence):
             shape = (stack.num_layers, *shape)  # type: ignore[assignment]
         return runtime.device.empty(shape, dtype, stream=stream)

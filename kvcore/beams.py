@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcore.checks import as_int
 from kvcore.control.beams import cancel_rebinding, plan_rebinding, publish_rebinding
-from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong
+from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
 from kvcore.handle import Handle
+from kvcore.ids import Ticket
 from kvcore.plan import Rebinding
 
 
@@ -74,6 +75,8 @@ class Beams(Handle):
                 chosen = tuple(range(min(width, old))) + (0,) * (width - old)
             else:
                 chosen = _checked_parents(parents, width, old)
+            if width == old and chosen == tuple(range(old)):
+                return True
             self._check_width_change(width, old)
             return self._rebind(chosen, self.capacity)
 
@@ -134,28 +137,33 @@ class Beams(Handle):
         plan = plan_rebinding(runtime.control, sequence, parents, valid_tokens)
         if plan is None:
             return False
-        try:
-            self._copy(plan)
-            ticket = runtime.moment(sequence)
-        except BaseException:
-            cancel_rebinding(runtime.control, plan, runtime.moment(sequence))
-            raise
+        ticket = self._copy(plan)
         publish_rebinding(runtime.control, plan, ticket)
         runtime.bound_rows.release(sequence, first_beam=len(parents))
         runtime.bound_rows.refresh(sequence)
         return True
 
-    def _copy(self, plan: Rebinding) -> None:
+    def _copy(self, plan: Rebinding) -> Ticket:
+        """Enqueues the plan's copies; the moment after them. A failure gives its slots back."""
         runtime, stream = self._runtime, self.stream
-        if stream is None:
-            return  # never resumed: there is no page
-        runtime.come_home(self._sequence)
-        for tickets in plan.tickets:
-            runtime.fences.wait(stream, tickets)
-        runtime.copy_pages(plan.copies, stream)
+        enqueued = False
+        try:
+            if stream is not None:  # else it was never resumed and has no page
+                runtime.streams.come_home(self._sequence)
+                for tickets in plan.tickets:
+                    runtime.fences.wait(stream, tickets)
+                enqueued = True
+                runtime.copy_pages(plan.copies, stream)
+            return runtime.streams.moment(self._sequence)
+        except BaseException:
+            after = runtime.streams.moment(self._sequence) if enqueued else None
+            cancel_rebinding(runtime.control, plan, after)
+            raise
 
 
 def _checked_parents(parents: Sequence[int], length: int, old_width: int) -> tuple[int, ...]:
+    if not isinstance(parents, Iterable):
+        raise wrong_type("parents", "a sequence of int", parents)
     chosen = tuple(
         as_int(f"parents[{i}]", parent, 0, old_width - 1) for i, parent in enumerate(parents)
     )

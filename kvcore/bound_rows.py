@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.sequences import NO_LIMIT, SequenceTable
+from kvcore.errors import wrong
 from kvcore.ids import NO_SLOT
 
 Int32 = NDArray[np.int32]
@@ -44,6 +45,22 @@ class BoundRows:
         """Unbinds every row of beams from `first_beam` on."""
         for beam, group in [key for key in self._rows.get(sequence, {}) if key[0] >= first_beam]:
             self.unbind(sequence, beam, group)
+
+    def check(self, sequences: Index, blocks: Int32) -> None:
+        """Raises `ValueError` if a bound row cannot take `blocks[i]` blocks."""
+        bound = self._seqs.block_bound[sequences]
+        for i in np.flatnonzero(bound < NO_LIMIT).tolist():
+            if blocks[i] > bound[i]:
+                raise wrong(
+                    "capacity",
+                    f"at most the {bound[i]} blocks of the bound page-index buffer",
+                    f"{blocks[i]} blocks",
+                    "bind a longer buffer first",
+                )
+            if not all(row.flags.writeable for row in self._rows[int(sequences[i])].values()):
+                raise wrong(
+                    "buffer", "bound page-index buffers that stay writable", "a read-only one"
+                )
 
     def refresh(self, sequence: int) -> None:
         """Writes the present page indices of a sequence into its bound rows."""

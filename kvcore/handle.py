@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 from kvcore.checks import as_int
 from kvcore.errors import StateError
@@ -19,10 +19,11 @@ class Handle:
     Has no `__eq__`: handles are identities.
     """
 
-    __slots__ = ("__weakref__", "_runtime", "_sequence", "expected_prompt_length", "id")
+    __slots__ = ("__weakref__", "_key", "_runtime", "_sequence", "expected_prompt_length", "id")
 
     _runtime: Runtime
     _sequence: int
+    _key: object  # this handle's own, for batches to be recognised by
     expected_prompt_length: int | None
     id: object
 
@@ -65,9 +66,18 @@ class Handle:
     @property
     def stream(self) -> Stream | None:
         """The stream bound at `resume`; None before and once closed."""
-        return self._runtime.stream_of(self._sequence) if self._sequence >= 0 else None
+        return self._runtime.streams.of(self._sequence) if self._sequence >= 0 else None
 
     # -- guards ------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Never:
+        raise TypeError("a KVCache owns its pages and cannot be copied; create another one")
+
+    def __deepcopy__(self, memo: object) -> Never:
+        self.__copy__()
+
+    def __reduce__(self) -> Never:
+        raise TypeError("a KVCache lives in its process and cannot be pickled")
 
     def _open(self) -> int:
         self._runtime.enter()

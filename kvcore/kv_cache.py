@@ -36,9 +36,9 @@ class KVCache(Beams):
     def __init__(
         self, runtime: Runtime, sequence: int, expected_prompt_length: int | None, id: object
     ) -> None:
-        self._runtime, self._sequence = runtime, sequence
+        self._runtime, self._sequence, self._key = runtime, sequence, object()
         self.expected_prompt_length, self.id = expected_prompt_length, id
-        runtime.register(sequence, self)
+        runtime.handles.add(sequence, self)
 
     def __repr__(self) -> str:
         if self._sequence < 0:
@@ -92,13 +92,13 @@ class KVCache(Beams):
             if stream is not None:
                 bound = runtime.device.stream(stream)
             else:
-                known = runtime.stream_of(sequence) or runtime.default_stream
+                known = runtime.streams.of(sequence) or runtime.streams.default
                 bound = runtime.device.stream(None) if known is None else known
             if runtime.control.utilisation_without(sequence) > runtime.config.max_util_for_resume:
                 return False
-            runtime.bind(sequence, bound)
+            runtime.streams.bind(sequence, bound)
             runtime.control.seqs.unpark(sequence)
-            runtime.forget_batch()
+            runtime.handles.forget_batch()
             return True
 
     def suspend(self) -> None:
@@ -109,10 +109,10 @@ class KVCache(Beams):
         runtime = self._runtime
         with runtime.lock:
             sequence = self._active("suspend")
-            after = runtime.moment(sequence)
+            after = runtime.streams.moment(sequence)
             runtime.bound_rows.release(sequence)
             runtime.control.seqs.park(sequence, after)
-            runtime.forget_batch()
+            runtime.handles.forget_batch()
 
     def close(self) -> None:
         """Frees all pages, in any state. Idempotent.
@@ -220,10 +220,13 @@ class KVCache(Beams):
         with runtime.lock:
             self._active("set_base_page_index_buf")
             self._place(layer_group, beam)
-            if buffer is None or not len(buffer):
+            if buffer is None:
                 runtime.bound_rows.unbind(self._sequence, beam, layer_group)
                 return
             self._check_buffer(buffer)
+            if not buffer.size:
+                runtime.bound_rows.unbind(self._sequence, beam, layer_group)
+                return
             runtime.bound_rows.bind(self._sequence, beam, layer_group, buffer)
 
     def _check_buffer(self, buffer: Int32) -> None:
@@ -231,5 +234,5 @@ class KVCache(Beams):
             raise wrong_type("buffer", "a one-dimensional int32 NumPy array", buffer)
         if not buffer.flags.writeable:
             raise wrong("buffer", "a writable array", "a read-only one")
-        if buffer.size < self.num_blocks:
+        if buffer.size and buffer.size < self.num_blocks:
             raise wrong("buffer", f"at least num_blocks={self.num_blocks} entries", buffer.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -81,7 +81,12 @@ class KVCacheManager(PoolQueries):
         self.config = config
         self._owns_device = isinstance(device, str)
         self.device: Device = open_device(device)
-        self._runtime = open_runtime(config, self.device, stream)
+        try:
+            self._runtime = open_runtime(config, self.device, stream)
+        except BaseException:
+            if self._owns_device:
+                self.device.close()
+            raise
         self.layout: Layout = self._runtime.layout
 
     def __enter__(self) -> Self:
@@ -127,8 +132,9 @@ class KVCacheManager(PoolQueries):
         if reuse_scope is not None and not isinstance(reuse_scope, ReuseScope):
             raise wrong_type("reuse_scope", "a ReuseScope", reuse_scope)
         prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0)
-        if prompt is None and input_tokens is not None:
-            prompt = len(input_tokens)
+        if input_tokens is not None:
+            length = _number_of_tokens(input_tokens)
+            prompt = length if prompt is None else prompt
         return self._create([prompt], [id])[0]
 
     def create_kv_caches(
@@ -147,7 +153,7 @@ class KVCacheManager(PoolQueries):
     def _create(self, prompts: list[int | None], ids: Sequence[object]) -> list[KVCache]:
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter(keep_batch=False)
+            runtime.enter()
             sequences = runtime.control.seqs.create(len(prompts))
             return [
                 KVCache(runtime, sequence, prompt, id)
@@ -156,7 +162,7 @@ class KVCacheManager(PoolQueries):
 
     def advance(
         self,
-        kv_caches: Sequence[KVCache],
+        kv_caches: Iterable[KVCache],
         n: int | ArrayLike,
         *,
         history: ArrayLike | None = None,
@@ -165,8 +171,8 @@ class KVCacheManager(PoolQueries):
 
         Parameters
         ----------
-        kv_caches : sequence of KVCache
-            Distinct and active.
+        kv_caches : iterable of KVCache
+            Distinct and active. A list is looked up fastest.
         n : int or array_like of int [len(kv_caches)]
             Tokens to add to each capacity, at least 0.
         history : array_like of int [len(kv_caches)], optional
@@ -192,9 +198,10 @@ class KVCacheManager(PoolQueries):
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            if len(kv_caches) == 1 and history is None and type(n) is int:
-                return self._advance_one(kv_caches[0], n)
-            sequences = runtime.resolve(kv_caches)
+            plain = history is None and type(n) is int
+            if plain and isinstance(kv_caches, list) and len(kv_caches) == 1:
+                return self._advance_one(kv_caches[0], int(n))  # type: ignore[arg-type]
+            sequences = runtime.handles.resolve(kv_caches)
             if not sequences.size:
                 return True
             seqs = runtime.control.seqs
@@ -213,7 +220,7 @@ class KVCacheManager(PoolQueries):
 
     def _advance_one(self, kv_cache: KVCache, n: int) -> bool:
         runtime = self._runtime
-        sequence = runtime.active_sequence(kv_cache)
+        sequence = runtime.handles.active(kv_cache)
         if not 0 <= n <= LONGEST:
             raise wrong("n", f"a value in [0, {LONGEST}]", n)
         seqs = runtime.control.seqs
@@ -223,7 +230,7 @@ class KVCacheManager(PoolQueries):
         seqs.capacity[sequence] = capacity
         return True
 
-    def truncate(self, kv_caches: Sequence[KVCache], capacities: ArrayLike) -> None:
+    def truncate(self, kv_caches: Iterable[KVCache], capacities: ArrayLike) -> None:
         """Cuts many active sequences down to `capacities` tokens each and frees the blocks beyond.
 
         Raises `ValueError`, with nothing changed, if one is below its history or above its
@@ -232,7 +239,7 @@ class KVCacheManager(PoolQueries):
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            sequences = runtime.resolve(kv_caches)
+            sequences = runtime.handles.resolve(kv_caches)
             if not sequences.size:
                 return
             seqs = runtime.control.seqs
@@ -247,13 +254,13 @@ class KVCacheManager(PoolQueries):
             runtime.shrink(sequences, -(-wanted // seqs.shape.tokens_per_block))
             seqs.capacity[sequences] = wanted
 
-    def close_kv_caches(self, kv_caches: Sequence[KVCache]) -> None:
+    def close_kv_caches(self, kv_caches: Iterable[KVCache]) -> None:
         """Closes many sequences; those already closed are left out."""
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter(keep_batch=False)
-            still_open = [kv for kv in dict.fromkeys(kv_caches) if runtime.is_open(kv)]
-            sequences = runtime.numbers_of(still_open)
+            runtime.enter()
+            still_open = runtime.handles.still_open(kv_caches)
+            sequences = runtime.handles.numbers_of(still_open)
             active = sequences[runtime.control.seqs.active[sequences]]
             if active.size:
                 runtime.shrink(active, np.zeros(active.size, np.int32))
@@ -262,7 +269,7 @@ class KVCacheManager(PoolQueries):
 
     def slot_mapping(
         self,
-        kv_caches: Sequence[KVCache],
+        kv_caches: Iterable[KVCache],
         num_tokens: int | ArrayLike = 1,
         *,
         start: ArrayLike | None = None,
@@ -295,7 +302,7 @@ class KVCacheManager(PoolQueries):
         with runtime.lock:
             runtime.enter()
             as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
-            sequences = runtime.resolve(kv_caches)
+            sequences = runtime.handles.resolve(kv_caches)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
             rows, owner = runtime.control.batch_rows(sequences)
             first = starts.astype(np.int64)[owner]
@@ -335,7 +342,7 @@ class KVCacheManager(PoolQueries):
         with runtime.lock:
             if runtime.closed:
                 return
-            runtime.enter(keep_batch=False)
+            runtime.enter()
             if runtime.handles:
                 count = len(runtime.handles)
                 caches = "KV caches are" if count > 1 else "KV cache is"
@@ -351,3 +358,11 @@ def _check_history(new: int | Int32, old: Int32, capacity: Int32) -> None:
         i = int(bad[0])
         got = int(np.broadcast_to(new, old.shape)[i])
         raise wrong(f"history[{i}]", f"a value in [{old[i]}, {capacity[i]}]", got)
+
+
+def _number_of_tokens(tokens: object) -> int:
+    """The length of a prompt, whose ids are checked to be integers."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise wrong_type("input_tokens", "a sequence of ints", tokens)
+    return array.size

@@ -105,7 +105,7 @@ class PoolQueries:
         runtime = self._runtime
         self._check_level(level)
         with runtime.lock:
-            runtime.enter(keep_batch=False)
+            runtime.enter()
             return tuple(
                 StorageStatistics(
                     slot_sizes=group.slot_bytes,
@@ -119,7 +119,7 @@ class PoolQueries:
             )
 
     def get_quota(self, level: int = 0) -> int:
-        """Bytes of memory that the pools of a level occupy."""
+        """Bytes of memory that the pools of a level occupy; 0 after `shutdown`."""
         self._check_level(level)
         return sum(memory.nbytes for pools in self._runtime.pools for memory in pools)
 
@@ -160,6 +160,7 @@ class PoolQueries:
         """
         if not isinstance(mode, PageIndexMode):
             raise wrong_type("mode", "a PageIndexMode", mode)
+        self._runtime.enter()
         place = self._runtime.layout.place(layer_id, role)
         base = self._runtime.pools[place.pool_group][place.pool].base
         return base + place.offset if mode is PageIndexMode.SHARED else base
@@ -207,6 +208,7 @@ class PoolQueries:
         were ever used are backed by memory. Cells are current after `Batch.prepare`, and -1 where
         there is no page. Raises `StateError` on a device without memory.
         """
+        self._runtime.enter()
         tables = self._runtime.device_tables()
         as_int("layer_group", layer_group, 0, len(self._runtime.layout.layer_groups) - 1)
         return tables.by_group[layer_group]

@@ -199,14 +199,14 @@ def run_on_another_stream(seed: int, *, forget: str | None = None) -> bool:
     step.prepare([kv], 4)
     step.append(0, {"key": first, "value": first})
     if forget == "lend":
-        runtime.lend = lambda sequences, stream, owners: None
+        runtime.streams.lend = lambda sequences, stream: None
     on_lent.prepare([kv], 4, stream=lent)
     keys, _ = on_lent.gather(0)
     if forget == "come home":
-        runtime.come_home = lambda sequence: None
+        runtime.streams.come_home = lambda sequence: None
     kv.close()
     if forget == "ticket":
-        runtime.wait = lambda sequences, tickets: None
+        runtime.streams.wait = lambda sequences, tickets: None
     other = m.create_kv_cache()
     assert other.resume(third)
     assert other.resize(4)

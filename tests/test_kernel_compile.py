@@ -11,6 +11,8 @@ from kvcore.device.cuda.kernels import SOURCES, Source
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-python", exc_type=ImportError)
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+CUPYS = ("-ftz=true", "--device-as-default-execution-space")
+"""What CuPy adds to our options."""
 
 
 def check(result):
@@ -25,7 +27,7 @@ def compile_for(source: Source, architecture: str) -> tuple[bytes, str]:
     program = check(
         nvrtc.nvrtcCreateProgram(source.text().encode(), source.name.encode(), 0, [], [])
     )
-    options = [*source.options(), f"--gpu-architecture={architecture}"]
+    options = [*source.options(), *CUPYS, f"--gpu-architecture={architecture}"]
     options = [option.encode() for option in options]
     code = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0])
     # NVRTC writes into the bytes: never into those of length 0 or 1, which Python shares.

@@ -20,6 +20,7 @@ from kvcore.errors import KVCoreError
 from kvcore.manager import KVCacheManager
 from kvcore.plan import DirtyCells
 from kvcore.runtime import Runtime
+from kvcore.streams import Streams
 from kvcore.testing import (
     ContentError,
     FakeEngine,
@@ -144,7 +145,7 @@ def wake_without_pages(scene):
 
 
 def lose_a_handle(scene):
-    del scene.manager._runtime.handles[scene.plain._sequence]
+    scene.manager._runtime.handles.remove(scene.plain._sequence)
 
 
 def miss_an_update_of_the_callers_row(scene):
@@ -270,14 +271,14 @@ def nothing(*_, **__):
     """In place of a method that does something."""
 
 
-def lend_without_waiting(self, sequences, stream, owners):
+def lend_without_waiting(self, sequences, stream):
     for sequence in sequences.tolist():
-        if self.stream_of(sequence) is not stream:
-            self._lent.setdefault(sequence, []).append(stream)
+        if self.of(sequence) is not stream:
+            self._lent[sequence] = stream
 
 
 def bind_without_waiting(self, sequence, stream):
-    self.control.seqs.stream[sequence] = self._number_of(stream)
+    self._seqs.stream[sequence] = self._number_of(stream)
 
 
 def lease_what_is_still_read(self, nbytes):
@@ -313,10 +314,10 @@ def merge_without_waits(self, dirty):
 
 
 FAULTS = {
-    "new slots without waiting": (Runtime, "wait", nothing),
-    "lending without waiting": (Runtime, "lend", lend_without_waiting),
-    "taking back without waiting": (Runtime, "come_home", nothing),
-    "changing streams without waiting": (Runtime, "bind", bind_without_waiting),
+    "new slots without waiting": (Streams, "wait", nothing),
+    "lending without waiting": (Streams, "lend", lend_without_waiting),
+    "taking back without waiting": (Streams, "come_home", nothing),
+    "changing streams without waiting": (Streams, "bind", bind_without_waiting),
     "no waits on tickets": (Fences, "wait_one", nothing),
     "table work of two streams unordered": (DeviceTables, "_order_behind_last", nothing),
     "staging reused too early": (StagingRing, "lease", lease_what_is_still_read),

@@ -73,8 +73,8 @@ def _share_out(parents: tuple[int, ...], width: int) -> tuple[list[int], list[in
     return takers, donors, [beam for beam in range(width) if beam not in first_child]
 
 
-def cancel_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) -> None:
-    """Gives back what a plan took; its copies may have been enqueued before `ticket`."""
+def cancel_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket | None) -> None:
+    """Gives back what a plan took, untouched (None) or perhaps written to before `ticket`."""
     for slots, taken in zip(control.slots_of, plan.taken, strict=True):
         slots.release(taken, ticket, distinct=True)
 
@@ -88,6 +88,7 @@ def publish_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) ->
         _move_holders(slots, old[:, group, :shared], new[:, group, :shared], ticket)
         slots.release(plan.surplus[group], ticket, distinct=True)
     _resize_rows(control, sequence, len(new), ticket)
+    seqs.touch(sequence)
     if sequence in seqs.parked:
         seqs.parked[sequence] = new
         return
@@ -124,4 +125,3 @@ def _resize_rows(control: ControlPlane, sequence: int, width: int, ticket: Ticke
         seqs.rows[sequence, width:before] = -1
         seqs.give_rows(gone.tolist())
     seqs.width[sequence] = width
-    seqs.rows_version += width != before

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvcore.control.sequences import SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
-from kvcore.ids import NO_SLOT, Ticket, div_ceil
+from kvcore.ids import NO_SLOT, Ticket
 
 Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
@@ -74,7 +74,7 @@ class ControlPlane:
         seqs = self.seqs
         low = seqs.num_blocks[sequences]
         count = blocks - low
-        pages = int(np.add.reduce(count * seqs.width[sequences], dtype=np.int64))
+        pages = int(np.add.reduce(np.multiply(count, seqs.width[sequences], dtype=np.int64)))
         if self.missing(pages):
             return False
         index = seqs.span(sequences, low, count, pages)
@@ -124,8 +124,9 @@ class ControlPlane:
         some = np.flatnonzero(count)
         if some.size:
             cut, count = sequences[some], count[some]
-            pages = int((count * seqs.width[cut]).sum(dtype=np.int64))
+            pages = int(np.multiply(count, seqs.width[cut], dtype=np.int64).sum())
             index = seqs.span(cut, low[some], count, pages)
+            seqs.touch(cut)
             self._clear(index, ticket, distinct=self._distinct(sequences))
         self._set_blocks(sequences, low)
 
@@ -196,8 +197,3 @@ class ControlPlane:
         cells = self.seqs.table[rows[which], layer_group, np.where(inside, block, 0)]
         slots = np.where(inside, cells, NO_SLOT).astype(np.int32)
         return slots, np.where(slots < 0, 0, offset).astype(np.int32)
-
-
-def blocks_for(tokens: int, tokens_per_block: int) -> int:
-    """Blocks that hold `tokens` tokens."""
-    return div_ceil(tokens, tokens_per_block)

@@ -6,12 +6,15 @@ are `intp` (indexing with int32 arrays is several times slower), values int32.
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.errors import CacheCapacityError
+from kvcore.errors import CacheCapacityError, OutOfMemoryError
 from kvcore.ids import NO_SLOT, NO_TICKET, Ticket
 from kvcore.plan import DirtyCells
 
@@ -19,6 +22,7 @@ Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
+NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which mmap does not name
 NO_LIMIT = np.iinfo(np.int32).max
 
 
@@ -35,6 +39,20 @@ class TableShape:
     tokens_per_block: int
     twin: bool
     """Whether a device twin follows: without one, dirty cells are not collected."""
+
+
+def _reserved(shape: TableShape) -> Int32:
+    """The page table's addresses; the system backs a row with memory when it is first written."""
+    cells = (shape.max_rows, shape.num_groups, shape.max_blocks)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    try:
+        memory = mmap.mmap(-1, 4 * math.prod(cells), flags=flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise OutOfMemoryError(
+            f"a page table of {cells} rows, layer groups and blocks does not fit into the address "
+            "space; lower max_rows (or max_sequences) or max_seq_len"
+        ) from error
+    return np.frombuffer(memory, np.int32).reshape(cells)
 
 
 class SequenceTable:
@@ -59,12 +77,12 @@ class SequenceTable:
         )  # shortest table bound by the caller
         self.stream: Int32 = np.zeros(n, np.int32)  # which of the manager's streams
         self.rows: Index = np.full((n, shape.max_beam_width), -1, np.intp)
-        cells = (shape.max_rows, shape.num_groups, shape.max_blocks)
-        self.table: Int32 = np.empty(cells, np.int32)
+        self.table = _reserved(shape)
         self.cells: Int32 = self.table.reshape(-1)
         self.row_stride = shape.num_groups * shape.max_blocks
         self.used_rows = 0  # rows initialised so far
-        self.rows_version = 0  # changes when a sequence that stays gets other rows
+        self.changes = 0  # rises when a sequence loses or changes pages it had
+        self.version: Int64 = np.zeros(n, np.int64)  # the latest of these changes, by sequence
         self.parked: dict[int, Int32] = {}  # sequence -> [beam, layer group, ordinal]
         self.dirty: list[DirtyCells] = []
         self._free_sequences = list(range(n - 1, -1, -1))
@@ -119,6 +137,7 @@ class SequenceTable:
         self.width[sequence] = 0
         self.active[sequence] = False
         self.parked.pop(sequence, None)
+        self.touch(sequence)
         self._free_sequences.append(sequence)
 
     def take_row(self) -> int:
@@ -137,6 +156,8 @@ class SequenceTable:
     def first_duplicate(self, sequences: Index) -> int | None:
         """A sequence that occurs twice, or None. O(n), no sorting."""
         iota = self._iota[: sequences.size]
+        if iota.size < sequences.size:  # more than there are
+            return int(np.bincount(sequences).argmax())
         self._stamp[sequences] = iota
         twice = self._stamp[sequences] != iota
         return int(sequences[np.argmax(twice)]) if np.count_nonzero(twice) else None
@@ -193,11 +214,17 @@ class SequenceTable:
         width, blocks = int(self.width[sequence]), int(self.num_blocks[sequence])
         return self.table[self.rows[sequence, :width], :, :blocks]
 
+    def touch(self, sequences: Index | int) -> None:
+        """Notes that `sequences` lost or changed pages or rows: steps prepared before are void."""
+        self.changes += 1
+        self.version[sequences] = self.changes
+
     def park(self, sequence: int, after: Ticket) -> None:
         """Hides the slots of a sequence: they are kept aside, its cells become `NO_SLOT`."""
         self.parked[sequence] = self.page_rows(sequence)
         self._write_rows(sequence, NO_SLOT, after)
         self.active[sequence] = False
+        self.touch(sequence)
 
     def unpark(self, sequence: int) -> None:
         """Shows the slots of a sequence again."""

@@ -68,25 +68,20 @@ class SlotTable:
         distinct, counts = np.unique(slots, return_counts=True)
         self.refs[distinct] += counts.astype(np.int32)
 
-    def release(self, slots: Int32, ticket: Ticket, *, distinct: bool) -> int:
+    def release(self, slots: Int32, ticket: Ticket | None, *, distinct: bool) -> None:
         """Removes a holder per entry and frees what nobody holds any more.
 
         Parameters
         ----------
         slots : int32 array
             Held slots. They may repeat unless `distinct`.
-        ticket : Ticket
-            The moment after which the freed slots may be overwritten.
+        ticket : Ticket or None
+            The moment after which the freed slots may be overwritten; None leaves it as it was.
         distinct : bool
             Promises that no slot repeats: O(n) instead of O(n log n).
-
-        Returns
-        -------
-        int
-            How many were freed.
         """
         if not slots.size:
-            return 0
+            return
         if distinct:
             left = self.refs[slots] - 1
         else:
@@ -97,15 +92,14 @@ class SlotTable:
         self.refs[slots] = left
         freed = slots[left == 0]
         self._give_back(freed, ticket)
-        return int(freed.size)
 
-    def _give_back(self, freed: Int32, ticket: Ticket) -> None:
+    def _give_back(self, freed: Int32, ticket: Ticket | None) -> None:
         end = self.num_free + freed.size
         self._stack[self.num_free : end] = freed[::-1]
         self.num_free = end
-        self.reusable_after[freed] = ticket
-        if ticket > self.newest_ticket:
-            self.newest_ticket = ticket
+        if ticket is not None:
+            self.reusable_after[freed] = ticket
+            self.newest_ticket = max(self.newest_ticket, ticket)
 
     def free_slots(self) -> Int32:
         """The free slots, in no particular order. A copy."""

@@ -315,5 +315,9 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def synchronize(self) -> None:
+        """BLOCKS until all work enqueued on this device is done, on any stream."""
+
+    @abstractmethod
     def close(self) -> None:
         """Gives back everything the device holds for itself. Idempotent."""

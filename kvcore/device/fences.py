@@ -22,6 +22,7 @@ class Fences:
         self._pending: deque[tuple[Ticket, Event, Stream]] = deque()
         self._first = 1  # ticket of the oldest pending entry
         self._next = 1
+        self._only: Stream | None = None  # the stream of all pending entries, if it is one
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -32,29 +33,29 @@ class Fences:
         if event.done():
             return NO_TICKET
         self._forget_passed()
+        if not self._pending:
+            self._only = stream
+        elif self._only is not stream:
+            self._only = None
         ticket = Ticket(self._next)
         self._next += 1
         self._pending.append((ticket, event, stream))
         return ticket
 
     def wait(self, stream: Stream, tickets: NDArray[np.int64]) -> None:
-        """Later work of `stream` starts after all `tickets`.
-
-        Enqueues at most one wait per ticket.
-        """
-        if not tickets.size or int(tickets.max()) < self._first:
+        """Later work of `stream` starts after all `tickets`. At most one wait per other stream."""
+        if not self._pending or self._only is stream or not tickets.size:
             return
-        if all(owner is stream for _, _, owner in self._pending):
+        if int(tickets.max()) < self._first:
             return
-        for ticket in np.unique(tickets).tolist():
-            self.wait_one(stream, Ticket(ticket))
+        for ticket in self.newest_of_each_stream(set(tickets.tolist())):
+            self.wait_one(stream, ticket)
 
     def wait_one(self, stream: Stream, ticket: Ticket) -> None:
         """`wait` for a single ticket."""
-        place = ticket - self._first
-        if place < 0 or not self._pending:
+        if ticket < self._first or not self._pending:
             return
-        _, event, owner = self._pending[place]
+        _, event, owner = self._pending[ticket - self._first]
         if owner is not stream:
             stream.wait(event)
 

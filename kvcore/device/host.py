@@ -82,6 +82,9 @@ class HostDevice(Device):
         """Whether work waits until somebody synchronises."""
         return self.simulator.deferred
 
+    def synchronize(self) -> None:
+        self.simulator.drain()
+
     def drain(self) -> None:
         """Runs everything that was enqueued on any stream."""
         self.simulator.drain()

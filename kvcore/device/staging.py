@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from kvcore.device.base import Device, Event
 from kvcore.errors import StateError, wrong
-
-ALIGNMENT: Final = 16
-"""Bytes: what `carve` aligns each array to, the widest single access of a kernel."""
 
 SMALLEST: Final = 1 << 14
 
@@ -44,9 +41,7 @@ class StagingRing:
     >>> device = HostDevice()
     >>> ring = StagingRing(device, 4096)
     >>> buffer = ring.lease(100)
-    >>> index, value = carve(buffer, (np.int64, 3), (np.int32, 3))
-    >>> index.nbytes, value.ctypes.data - index.ctypes.data
-    (24, 32)
+    >>> buffer[:24].view(np.int64)[:] = 7
     >>> ring.retire(buffer, device.default_stream.record())
     """
 
@@ -118,51 +113,3 @@ class StagingRing:
                 del self._retired[too_small]
         self._leased[id(buffer)] = buffer
         return buffer
-
-
-def carve(buffer: Bytes, *parts: tuple[DTypeLike, int]) -> list[NDArray[Any]]:
-    """Cuts typed arrays out of a buffer, one after the other, each aligned to 16 bytes.
-
-    Parameters
-    ----------
-    buffer : uint8 array
-        A leased buffer.
-    *parts : (dtype, int)
-        Dtype and length of each array.
-
-    Returns
-    -------
-    list of arrays
-        Views of the buffer.
-
-    Raises
-    ------
-    ValueError
-        If the buffer is too small; `carve_bytes` says how large it must be.
-
-    Notes
-    -----
-    About 1 µs per array.
-    """
-    arrays, end = [], 0
-    for kind, count in parts:
-        dtype = np.dtype(kind)
-        start = (end + ALIGNMENT - 1) & -ALIGNMENT
-        end = start + count * dtype.itemsize
-        if end > buffer.nbytes:
-            raise wrong("buffer", f"at least {carve_bytes(*parts)} bytes", buffer.nbytes)
-        arrays.append(np.ndarray(count, dtype, buffer, start))
-    return arrays
-
-
-def carve_bytes(*parts: tuple[DTypeLike, int]) -> int:
-    """How many bytes `carve` needs.
-
-    >>> carve_bytes((np.int64, 3), (np.int32, 3))
-    44
-    """
-    end = 0
-    for kind, count in parts:
-        end = (end + ALIGNMENT - 1) & -ALIGNMENT
-        end += count * np.dtype(kind).itemsize
-    return end

@@ -104,7 +104,8 @@ class DeviceTables:
         self._ready_rows = rows
 
     def close(self) -> None:
-        """Unmaps the table. The caller has synchronised."""
+        """Unmaps the table and drops the buffers. The caller has synchronised."""
+        self._ring.close()
         self._memory.close()
 
 

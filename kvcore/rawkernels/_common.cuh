@@ -184,8 +184,8 @@ struct InlineSlotArgs {
     i32 slots[2 * MAX_INLINE];  // [2, MAX_INLINE]
 };
 
-// What a block of the grid works on: one chunk of one slot of one pool. Blocks go pool by pool, slot
-// by slot, chunk by chunk.
+// What a block of the grid works on: one chunk of one slot of one pool. Blocks go pool by pool,
+// slot by slot, chunk by chunk.
 struct Chunk {
     u32 pool;   // range [0, num_pools)
     u32 entry;  // which of the slots to work on, range [0, num_slots)

@@ -22,15 +22,22 @@ struct MapArgs {
 KERNEL(map_tokens, MapArgs) {
     const u32 token = blockIdx.x * THREADS + threadIdx.x;  // range [0, num_tokens + THREADS)
     if (token >= a.num_tokens) return;
-    u32 low = 0;                 // range [0, num_entries]
-    u32 high = a.num_entries;    // range [0, num_entries]
-    while (low < high) {         // the first entry that ends after this token
-        const u32 middle = (low + high) / 2;  // range [0, num_entries)
-        if (a.ends[middle] > static_cast<i32>(token)) {
-            high = middle;
-        } else {
-            low = middle + 1;
+    // The first entry that ends after this token lies in [low, high], where high may be "none".
+    // Seven probes divide the range by eight: their loads overlap, a binary search's do not.
+    u32 low = 0;
+    u32 high = a.num_entries;
+    while (low < high) {
+        const u32 stride = (high - low + 7) / 8;  // range [1, (num_entries + 7) / 8]
+        u32 passed = 0;                           // range [0, 7]
+#pragma unroll
+        for (u32 p = 1; p < 8; ++p) {
+            const u32 probe = low + p * stride - 1;  // range [low, high) where it counts
+            const i32 end = a.ends[min(probe, high - 1)];
+            passed += (probe < high) & (end <= static_cast<i32>(token));
         }
+        low += passed * stride;
+        // The next probe, if there was one, said no: the entry is not after it.
+        if (passed < 7) high = min(high, low + stride - 1);
     }
     i32 slot = -1;
     i32 within = 0;

@@ -216,7 +216,7 @@ class _Rules:
         if tables is None:
             raise ValueError("device: expected a device with memory, got one without")
         device, used = self.runtime.device, self.seqs.used_rows
-        stream = self.runtime.default_stream or device.create_stream()
+        stream = self.runtime.streams.default or device.create_stream()
         nothing = device.empty((1,), np.int32)
         tables.send(self.seqs.dirty, used, nothing, np.empty(0, np.int32), stream)
         tables.seal(stream)

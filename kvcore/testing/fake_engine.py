@@ -374,7 +374,7 @@ class FakeEngine:
     def _prepare(self, part: _Part, keys: Int64, stream: object, own_table: bool) -> _Step:
         """Maps the tokens of a part and brings their keys to the device."""
         kv_caches, starts, counts = part
-        on = self._runtime.choose_stream(stream, {kv.stream for kv in kv_caches})
+        on = self._runtime.streams.choose(stream, {kv.stream for kv in kv_caches})
         lane = self._lane(on, own_table)
         rows = None
         if own_table:
@@ -397,7 +397,7 @@ class FakeEngine:
         """What `Batch.finish` after every launch would do: the caches' own streams wait for it."""
         with self._runtime.lock:
             for kv in kv_caches:
-                self._runtime.come_home(kv._sequence)
+                self._runtime.streams.come_home(kv._sequence)
 
     def _lane(self, stream: Stream, own_table: bool) -> _Lane:
         """The stream's own, so that streams run freely; two times in five one that all share."""

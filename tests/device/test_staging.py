@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcore.device.host import HostDevice
-from kvcore.device.staging import StagingRing, carve, carve_bytes
+from kvcore.device.staging import StagingRing
 from kvcore.errors import StateError
 
 SEEDS = range(12)
@@ -58,9 +58,9 @@ def uploads(seed: int, kind: type[StagingRing], steps: int = 12) -> bool:
     expected = table.copy()
     right = True
     for step in range(steps):
-        parts = (np.int64, 8), (np.int32, 8), (np.int32, 4)
-        buffer = ring.lease(carve_bytes(*parts))
-        index, value, words = carve(buffer, *parts)
+        buffer = ring.lease(112)
+        index, value = buffer[:64].view(np.int64), buffer[64:96].view(np.int32)
+        words = buffer[96:112].view(np.int32)
         index[:], value[:], words[:] = rng.permutation(64)[:8], step * 8 + np.arange(8), step
         expected[index] = value
         device.scatter_table(table, index, value, target, words, stream=stream)
@@ -160,7 +160,7 @@ def test_close_waits_for_the_readers():
     device = HostDevice(deferred=True)
     ring, stream = StagingRing(device, 64), device.create_stream()
     buffer, table = ring.lease(64), np.zeros(4, np.int32)
-    index, value = carve(buffer, (np.int64, 1), (np.int32, 1))
+    index, value = buffer[:8].view(np.int64), buffer[8:12].view(np.int32)
     index[:], value[:] = 2, 9
     device.scatter_table(table, index, value, table, value[:0], stream=stream)
     ring.retire(buffer, stream.record())
@@ -168,28 +168,6 @@ def test_close_waits_for_the_readers():
     ring.close()
     assert table.tolist() == [0, 0, 9, 0]
     assert (len(ring), ring.nbytes) == (0, 0)
-
-
-def test_carved_arrays_are_aligned_and_apart():
-    parts = (np.int64, 3), (np.int32, 1), (np.uint8, 5), (np.int32, 0), (np.int64, 2)
-    buffer = StagingRing(HostDevice(), 4096).lease(carve_bytes(*parts))
-    arrays = carve(buffer, *parts)
-    for number, (array, (dtype, count)) in enumerate(zip(arrays, parts, strict=True)):
-        assert (array.dtype, array.shape) == (dtype, (count,))
-        assert array.ctypes.data % 16 == 0 or not count
-        array[:] = number
-    assert [array.tolist() for array in arrays] == [[0] * 3, [1], [2] * 5, [], [4] * 2]
-    starts = [array.ctypes.data - buffer.ctypes.data for array in arrays if array.size]
-    assert starts == [0, 32, 48, 64]
-
-
-def test_a_buffer_too_small_to_carve_is_refused():
-    parts = (np.int64, 2), (np.int32, 1)
-    assert carve_bytes(*parts) == 20
-    assert carve_bytes() == 0
-    buffer = np.zeros(19, np.uint8)
-    with pytest.raises(ValueError, match="buffer: expected at least 20 bytes, got 19"):
-        carve(buffer, *parts)
 
 
 def test_a_ring_of_nothing_is_refused():

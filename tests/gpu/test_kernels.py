@@ -44,13 +44,13 @@ def test_thousands_of_tokens(rig, layout, offset):
     mapping = random_mapping(rig.rng, slots, tokens)
     sources = [rig.random((2, tokens, H, D), 2) for _ in range(2)]
     placed = rig.put(mapping)
-    whole = memory.array(np.uint32, (memory.nbytes // 4,))
+    whole = memory.array(np.int32, (memory.nbytes // 4,))
     rig.device.fill_words(whole, 0x5A5A5A5A, stream=rig.stream)
     rig.device.append(stack, placed, [rig.put(s) for s in sources], stream=rig.stream)
     expected = np.full(memory.nbytes, 0x5A, np.uint8)
     places = [(expected, slot_bytes, at) for at in where]
     reference.append(places, 2, g, mapping, sources)
-    np.testing.assert_array_equal(rig.get(whole), expected.view(np.uint32))
+    np.testing.assert_array_equal(rig.get(whole), expected.view(np.int32))
     targets = [rig.put(rig.random(s.shape, 2)) for s in sources]
     rig.device.gather(stack, placed, targets, stream=rig.stream)
     nowhere = mapping[:, 0] < 0
@@ -101,8 +101,8 @@ def test_fingerprints_of_thousands_of_tokens(rig):
         expected = reference.fingerprint(keys, 0, role, H * D * 2)
         expected[mapping[:, 0] < 0] = 0
         np.testing.assert_array_equal(rig.get(out).view(np.uint8).reshape(tokens, -1), expected)
-    named[::7] += 1
-    cupy.cuda.runtime.deviceSynchronize()
+    keys[::7] += 1
+    rig.device.from_host(keys, named, stream=rig.stream)
     rig.device.verify_fingerprints(stack, placed, named, bad, stream=rig.stream)
     found, wrong = rig.get(bad), np.zeros(tokens, bool)
     wrong[::7] = True
@@ -168,7 +168,7 @@ def test_cupy_works_on_views_beyond_32_bits(rig):
     view = memory.array(np.int32, (4, 1000), 5 * GIB - 16_000)
     values = rig.rng.integers(-1000, 1000, (4, 1000)).astype(np.int32)
     rig.device.from_host(values, view, stream=rig.stream)
-    with cupy.cuda.ExternalStream(rig.stream.handle):
+    with cupy.cuda.Stream.from_external(rig.stream):
         view[1::2, ::3] *= 3
         total = view.sum(axis=1)
     values[1::2, ::3] *= 3

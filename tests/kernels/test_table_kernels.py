@@ -61,7 +61,7 @@ def test_scatter_table_stays_in_the_table(kernels, rng):
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 3, 32])
-@pytest.mark.parametrize("entries", [0, 1, 2, 17])
+@pytest.mark.parametrize("entries", [0, 1, 2, 9, 17, 64, 300])
 def test_map_tokens(kernels, rng, tokens_per_block, entries):
     for _ in range(8):
         whole = rng.integers(-2, 50, (9, 4, 6)).astype(np.int32)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class CudaDevice(Device):
         self._mapper = Mapper(self.context, self.graveyard)
         self._sources: dict[str, Source] = dict(SOURCES)
         self._launches: dict[str, Launch] = {}
+        self._stacks: WeakSet[TokenStack] = WeakSet()
         self._uploads = Uploads(self)
         self._own_stream: Stream | None = None
         with self.context.current():
@@ -218,7 +219,9 @@ class CudaDevice(Device):
     ) -> PageStack:
         check_places(places, num_roles, geometry)
         own = [(self._memory(memory), size, offset) for memory, size, offset in places]
-        return TokenStack(self, own, num_roles, geometry)
+        stack = TokenStack(self, own, num_roles, geometry)
+        self._stacks.add(stack)
+        return stack
 
     def append(
         self, stack: PageStack, mapping: Array, sources: Sequence[Array], *, stream: Stream
@@ -289,6 +292,10 @@ class CudaDevice(Device):
         if dense is not target:
             self._words.copy(dense, target, on)
 
+    def synchronize(self) -> None:
+        self.context.synchronize()
+        self.graveyard.drain()
+
     def close(self) -> None:
         with self._lock:
             self._uploads.close()
@@ -312,6 +319,8 @@ class CudaDevice(Device):
             raise wrong("source", f"one of {', '.join(self._sources)}", source.name)
         self._sources[source.name] = source
         self._launches.clear()
+        for stack in self._stacks:
+            stack.forget_plans()
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")

@@ -82,6 +82,10 @@ class TokenStack:
         self._device.upload(self._table, np.array(rows, np.uint64).view(np.int64))
         self._num_slots = num_slots
 
+    def forget_plans(self) -> None:
+        """Makes the next launches anew, with the tunings of then."""
+        self._plans.clear()
+
     def move(
         self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: Stream
     ) -> None:

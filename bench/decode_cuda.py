@@ -1,0 +1,85 @@
+"""Host time and launches of one decode step on a GPU, from Python. Needs a GPU.
+
+The device is idle before each step, so that nothing waits for room in its queue. An engine has the
+keys of layer l only after layer l - 1 and appends per layer inside a graph: `bench.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from bench.control import closer
+from bench.decode import SEQUENCES, WARMUP, Model, Step, manager
+from bench.harness import Case, Result, run_case
+
+LARGE = Model(layers=32, heads=8, dim=128, calls=208)
+STEP_BAR_US, LAUNCH_BAR = 40.0, 3
+
+
+def bench_decode_step_on_cuda(device: Any) -> Iterator[Case | Result]:
+    yield cuda_case(device, "advance", before="", clocked="a")
+    yield cuda_case(device, "prepare", before="a", clocked="p")
+    yield cuda_case(device, f"stacked append, {LARGE.layers} layers", before="ap", clocked="w")
+    name = f"prepare and stacked append, {LARGE.layers} layers"
+    case = cuda_case(device, name, before="a", clocked="pw", bar=STEP_BAR_US)
+    yield launches(case)
+    yield run_case(case)
+    yield cuda_case(device, "all", before="", clocked="apw")
+
+
+def cuda_case(device: Any, name: str, *, before: str, clocked: str, **more: Any) -> Case:
+    """Some parts of the step on the clock, others before it."""
+    stream = device.create_stream()
+    new = device.empty(LARGE.new, np.float16)
+    step = Step(LARGE, manager(LARGE, device, stream), new)
+
+    def ready() -> None:
+        step.run(before)
+        stream.synchronize()
+
+    return Case(
+        name=f"host: decode step of {SEQUENCES}, {name}",
+        fn=lambda _: step.run(clocked),
+        setup=ready,
+        calls=LARGE.calls,
+        warmup=WARMUP - 1,  # one is taken to count the launches
+        meta={"layers": LARGE.layers, "bytes": 2 * new.nbytes},
+        close=closer(step.manager, step.caches),
+        **more,
+    )
+
+
+def launches(case: Case) -> Result:
+    """How many kernels one call of a case enqueues."""
+    ready = case.setup() if case.setup else None
+    count = count_launches(lambda: case.fn(ready))
+    return Result(
+        name=f"launches: {case.name}",
+        value=count,
+        unit="",
+        bar=LAUNCH_BAR,
+        ok=count <= LAUNCH_BAR,
+    )
+
+
+def count_launches(work: Callable[[], object]) -> int:
+    """Calls of the one place that launches kernels, while `work` runs."""
+    from kvcore.device.cuda.launch import Launch
+
+    count = 0
+    original = Launch.__call__
+
+    def counted(self: Launch, *args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        original(self, *args, **kwargs)
+
+    Launch.__call__ = counted  # type: ignore[method-assign]
+    try:
+        work()
+    finally:
+        Launch.__call__ = original  # type: ignore[method-assign]
+    return count

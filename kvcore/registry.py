@@ -1,0 +1,136 @@
+"""The handles of a manager: which sequence is whose, and batches of them as row numbers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.control.sequences import SequenceTable
+from kvcore.errors import wrong, wrong_type
+
+if TYPE_CHECKING:
+    from kvcore.kv_cache import KVCache
+    from kvcore.runtime import Runtime
+
+Index = NDArray[np.intp]
+
+
+class Registry:
+    """Open handles, handles that were dropped, and the last batch that was looked up.
+
+    Keeps no handle alive: the last batch is remembered by the keys of its handles.
+    """
+
+    def __init__(self, runtime: Runtime, seqs: SequenceTable) -> None:
+        self._runtime, self._seqs = runtime, seqs
+        self._open: dict[int, weakref.ref[KVCache]] = {}
+        self._dropped: list[int] = []
+        self._batch: list[object] = []
+        self._batch_sequences: Index = np.empty(0, np.intp)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._open)
+
+    def add(self, sequence: int, handle: KVCache) -> None:
+        """Remembers whose handle `sequence` has, and notices when it is dropped."""
+        dropped = self._dropped
+
+        def gone(_: object) -> None:
+            dropped.append(sequence)
+
+        self._open[sequence] = weakref.ref(handle, gone)
+
+    def remove(self, sequence: int) -> None:
+        """Forgets the handle of a closed sequence."""
+        self._open.pop(sequence, None)
+        self.forget_batch()
+
+    def sweep(self, close: Callable[[int], None]) -> int | None:
+        """Closes one sequence whose handle was dropped and returns it; None if there is none."""
+        if not self._dropped:
+            return None
+        sequence = self._dropped[-1]
+        close(sequence)
+        self._dropped.remove(sequence)
+        return sequence
+
+    def forget_batch(self) -> None:
+        """To be called when a handle closes or changes its status."""
+        self._batch, self._batch_sequences = [], np.empty(0, np.intp)
+
+    def resolve(self, kv_caches: Iterable[KVCache]) -> Index:
+        """The sequence numbers of distinct active handles of this manager.
+
+        The same handles as last time cost one comparison of their keys.
+        """
+        if not isinstance(kv_caches, list):
+            kv_caches = _listed(kv_caches)
+        try:
+            keys = [kv._key for kv in kv_caches]
+        except AttributeError:
+            raise _no_handles(kv_caches) from None
+        if keys == self._batch:  # keys have no __eq__: this compares identities
+            return self._batch_sequences
+        sequences = self.numbers_of(kv_caches)
+        active = self._seqs.active[sequences]
+        if np.count_nonzero(active) != active.size:
+            bad = int(np.argmin(active))
+            raise _inactive(bad, kv_caches[bad])
+        self._batch, self._batch_sequences = keys, sequences
+        return sequences
+
+    def numbers_of(self, kv_caches: list[KVCache]) -> Index:
+        """The sequence numbers of distinct open handles of this manager."""
+        count, runtime = len(kv_caches), self._runtime
+        try:
+            mine = [kv._sequence for kv in kv_caches if kv._runtime is runtime]
+        except AttributeError:
+            raise _no_handles(kv_caches) from None
+        if len(mine) != count:
+            bad = next(i for i, kv in enumerate(kv_caches) if kv._runtime is not runtime)
+            raise wrong(f"kv_caches[{bad}]", "a cache of this manager", kv_caches[bad])
+        sequences = np.fromiter(mine, np.intp, count)
+        if count and int(sequences.min()) < 0:
+            bad = int(np.argmin(sequences))
+            raise wrong(f"kv_caches[{bad}]", "an open KVCache", kv_caches[bad])
+        twice = self._seqs.first_duplicate(sequences)
+        if twice is not None:
+            raise wrong("kv_caches", "distinct caches", f"sequence {twice} more than once")
+        return sequences
+
+    def active(self, kv_cache: KVCache) -> int:
+        """The sequence number of one active handle."""
+        if getattr(kv_cache, "_runtime", None) is not self._runtime:
+            self.numbers_of([kv_cache])  # says what is wrong with it
+        sequence = kv_cache._sequence
+        if sequence < 0 or not self._seqs.active.item(sequence):
+            raise _inactive(0, kv_cache)
+        return sequence
+
+    def still_open(self, kv_caches: Iterable[KVCache]) -> list[KVCache]:
+        """The distinct handles that are open; raises for anything that is no handle of ours."""
+        distinct = list({id(kv): kv for kv in _listed(kv_caches)}.values())
+        self.numbers_of([kv for kv in distinct if getattr(kv, "_sequence", 0) >= 0])
+        return [kv for kv in distinct if kv._sequence >= 0]
+
+
+def _listed(kv_caches: Iterable[KVCache]) -> list[KVCache]:
+    try:
+        return list(kv_caches)
+    except TypeError:
+        raise wrong_type("kv_caches", "an iterable of KVCache handles", kv_caches) from None
+
+
+def _no_handles(kv_caches: list[KVCache]) -> TypeError:
+    return wrong_type("kv_caches", "KVCache handles", kv_caches)
+
+
+def _inactive(place: int, kv_cache: KVCache) -> ValueError:
+    return wrong(f"kv_caches[{place}]", "an active KVCache", kv_cache, "resume() or leave it out")

@@ -1,0 +1,154 @@
+"""Which stream orders the pages of each sequence, and which other stream they are lent to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.control.sequences import SequenceTable
+from kvcore.device.base import Device, Stream
+from kvcore.device.fences import Fences
+from kvcore.errors import wrong
+from kvcore.ids import NO_TICKET, Ticket
+
+Index = NDArray[np.intp]
+Int64 = NDArray[np.int64]
+
+
+class Streams:
+    """Binds sequences to streams, and lends their pages.
+
+    A sequence's pages are used in the order of the stream it is bound to. Work that a batch
+    enqueues on another stream has the pages on loan: it comes after everything before, and the
+    owner comes after it before anything of the sequence changes hands. Pages are on loan to one
+    stream at a time, so one wait brings them home.
+    """
+
+    def __init__(
+        self, device: Device, seqs: SequenceTable, fences: Fences, default: Stream | None
+    ) -> None:
+        self.default = default
+        self.changes = (
+            0  # rises when a loan begins or ends: a batch then looks whether it has its own
+        )
+        self._device, self._seqs, self._fences = device, seqs, fences
+        self._known: list[Stream | None] = [None]
+        self._lent: dict[int, Stream] = {}
+
+    # -- binding -----------------------------------------------------------------------------------
+
+    def bind(self, sequence: int, stream: Stream) -> None:
+        """Moves a sequence to `stream`, which waits for all earlier work on its pages."""
+        before = self.of(sequence)
+        if before is stream:
+            return
+        if before is not None:
+            self.come_home(sequence)
+            stream.wait(before.record())
+        self._seqs.stream[sequence] = self._number_of(stream)
+        self.changes += 1
+
+    def _number_of(self, stream: Stream) -> int:
+        if stream in self._known:
+            return self._known.index(stream)
+        used = set(np.unique(self._seqs.stream).tolist())
+        for number in range(1, len(self._known)):
+            if number not in used:
+                self._known[number] = stream
+                return number
+        self._known.append(stream)
+        return len(self._known) - 1
+
+    def of(self, sequence: int) -> Stream | None:
+        """The stream a sequence is bound to; None before the first resume."""
+        return self._known[self._seqs.stream.item(sequence)]
+
+    def of_all(self, sequences: Index) -> list[Stream]:
+        """The distinct streams of resumed sequences."""
+        if len(self._known) == 2 and sequences.size:  # the usual case: everyone on one stream
+            return self._known[1:]  # type: ignore[return-value]
+        numbers = np.unique(self._seqs.stream[sequences]).tolist()
+        return [stream for number in numbers if (stream := self._known[number]) is not None]
+
+    def choose(self, stream: object, bound: Iterable[Stream]) -> Stream:
+        """The stream a call runs on: the one given, else the one all its sequences share."""
+        if stream is not None:
+            return self._device.stream(stream)
+        distinct = list(bound)
+        if len(distinct) == 1:
+            return distinct[0]
+        if self.default is not None:
+            return self.default
+        handles = [hex(other.handle) for other in distinct]
+        raise wrong(
+            "stream", f"a stream, since the sequences are bound to {handles}", None, "pass stream="
+        )
+
+    def forget(self, sequence: int) -> None:
+        """Unbinds a sequence that is gone."""
+        self._seqs.stream[sequence] = 0
+        self._lent.pop(sequence, None)
+
+    # -- loans -------------------------------------------------------------------------------------
+
+    def lend(self, sequences: Index, stream: Stream) -> None:
+        """Lets `stream` use the pages of `sequences`, after all earlier work on them."""
+        if not self._lent and self.of_all(sequences) == [stream]:
+            return
+        behind: set[Stream] = {stream}
+        for sequence in sequences.tolist():
+            owner = self.of(sequence)
+            holder = self._lent.get(sequence, owner)
+            if holder is None or holder is stream:
+                continue
+            if holder not in behind:
+                stream.wait(holder.record())
+                behind.add(holder)
+            if owner is stream:
+                del self._lent[sequence]
+            else:
+                self._lent[sequence] = stream
+            self.changes += 1
+
+    def come_home(self, sequence: int) -> None:
+        """Makes a sequence's own stream wait for the one its pages are lent to."""
+        lent = self._lent.get(sequence) if self._lent else None
+        if lent is None:
+            return
+        owner = self.of(sequence)
+        if owner is not None:
+            owner.wait(lent.record())
+        del self._lent[sequence]
+        self.changes += 1
+
+    # -- moments -----------------------------------------------------------------------------------
+
+    def moment(self, sequence: int) -> Ticket:
+        """A ticket for the end of everything enqueued so far on a sequence's pages."""
+        self.come_home(sequence)
+        stream = self.of(sequence)
+        return NO_TICKET if stream is None else self._fences.record(stream)
+
+    def moments(self, sequences: Index) -> list[tuple[Index, Ticket]]:
+        """`moment` of many: which of `sequences` have which ticket."""
+        if self._lent:
+            for sequence in sequences.tolist():
+                self.come_home(sequence)
+        numbers = self._seqs.stream[sequences]
+        return [
+            (
+                np.flatnonzero(numbers == number),
+                NO_TICKET
+                if (stream := self._known[number]) is None
+                else self._fences.record(stream),
+            )
+            for number in np.unique(numbers).tolist()
+        ]
+
+    def wait(self, sequences: Index, tickets: tuple[Int64, ...]) -> None:
+        """Makes the streams of `sequences` wait for `tickets`."""
+        for stream in self.of_all(sequences):
+            for some in tickets:
+                self._fences.wait(stream, some)
