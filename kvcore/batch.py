@@ -35,10 +35,6 @@ class _Step:
     stream: Stream = None  # type: ignore[assignment]  # where it was prepared
     last: Stream = None  # type: ignore[assignment]  # where its newest work runs
 
-    def again(self) -> _Step:
-        """The same step anew."""
-        return _Step(self.sequences, self.owner, self.num_tokens, self.count, self.versions)
-
 
 class Batch:
     """The sequences of one step, on the device, at addresses that never change.
@@ -117,9 +113,8 @@ class Batch:
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter()
+            sequences = runtime.enter_with(kv_caches)
             tables = runtime.device_tables()
-            sequences = runtime.handles.resolve(kv_caches)
             on = runtime.streams.choose(stream, runtime.streams.of_all(sequences))
             step = self._describe(sequences, num_tokens, start)
             before, self._step = self._step, None  # until everything below is enqueued
@@ -163,7 +158,7 @@ class Batch:
             and before.count == counts
         )
         if same and before is not None:
-            step = before.again()
+            step = before
         else:
             rows, owner = runtime.control.batch_rows(sequences)
             ends = np.cumsum(np.broadcast_to(counts, sequences.shape)[owner])

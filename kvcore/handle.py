@@ -19,11 +19,10 @@ class Handle:
     Has no `__eq__`: handles are identities.
     """
 
-    __slots__ = ("__weakref__", "_key", "_runtime", "_sequence", "expected_prompt_length", "id")
+    __slots__ = ("__weakref__", "_runtime", "_sequence", "expected_prompt_length", "id")
 
     _runtime: Runtime
     _sequence: int
-    _key: object  # this handle's own, for batches to be recognised by
     expected_prompt_length: int | None
     id: object
 

@@ -36,7 +36,7 @@ class KVCache(Beams):
     def __init__(
         self, runtime: Runtime, sequence: int, expected_prompt_length: int | None, id: object
     ) -> None:
-        self._runtime, self._sequence, self._key = runtime, sequence, object()
+        self._runtime, self._sequence = runtime, sequence
         self.expected_prompt_length, self.id = expected_prompt_length, id
         runtime.handles.add(sequence, self)
 
@@ -98,7 +98,6 @@ class KVCache(Beams):
                 return False
             runtime.streams.bind(sequence, bound)
             runtime.control.seqs.unpark(sequence)
-            runtime.handles.forget_batch()
             return True
 
     def suspend(self) -> None:
@@ -112,7 +111,6 @@ class KVCache(Beams):
             after = runtime.streams.moment(sequence)
             runtime.bound_rows.release(sequence)
             runtime.control.seqs.park(sequence, after)
-            runtime.handles.forget_batch()
 
     def close(self) -> None:
         """Frees all pages, in any state. Idempotent.

@@ -197,11 +197,10 @@ class KVCacheManager(PoolQueries):
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter()
             plain = history is None and type(n) is int
             if plain and isinstance(kv_caches, list) and len(kv_caches) == 1:
                 return self._advance_one(kv_caches[0], int(n))  # type: ignore[arg-type]
-            sequences = runtime.handles.resolve(kv_caches)
+            sequences = runtime.enter_with(kv_caches)
             if not sequences.size:
                 return True
             seqs = runtime.control.seqs
@@ -220,6 +219,7 @@ class KVCacheManager(PoolQueries):
 
     def _advance_one(self, kv_cache: KVCache, n: int) -> bool:
         runtime = self._runtime
+        runtime.enter()
         sequence = runtime.handles.active(kv_cache)
         if not 0 <= n <= LONGEST:
             raise wrong("n", f"a value in [0, {LONGEST}]", n)
@@ -238,8 +238,7 @@ class KVCacheManager(PoolQueries):
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter()
-            sequences = runtime.handles.resolve(kv_caches)
+            sequences = runtime.enter_with(kv_caches)
             if not sequences.size:
                 return
             seqs = runtime.control.seqs
@@ -300,9 +299,8 @@ class KVCacheManager(PoolQueries):
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter()
+            sequences = runtime.enter_with(kv_caches)
             as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
-            sequences = runtime.handles.resolve(kv_caches)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
             rows, owner = runtime.control.batch_rows(sequences)
             first = starts.astype(np.int64)[owner]

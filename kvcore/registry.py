@@ -22,14 +22,15 @@ Index = NDArray[np.intp]
 class Registry:
     """Open handles, handles that were dropped, and the last batch that was looked up.
 
-    Keeps no handle alive: the last batch is remembered by the keys of its handles.
+    The last batch is remembered with its handles, so that the same one costs one comparison of
+    lists. Any other call lets go of it first: a dropped handle never outlives the next call.
     """
 
     def __init__(self, runtime: Runtime, seqs: SequenceTable) -> None:
         self._runtime, self._seqs = runtime, seqs
         self._open: dict[int, weakref.ref[KVCache]] = {}
         self._dropped: list[int] = []
-        self._batch: list[object] = []
+        self._batch: list[KVCache] = []
         self._batch_sequences: Index = np.empty(0, np.intp)
 
     def __len__(self) -> int:
@@ -62,28 +63,24 @@ class Registry:
         return sequence
 
     def forget_batch(self) -> None:
-        """To be called when a handle closes or changes its status."""
+        """Lets go of the last batch."""
         self._batch, self._batch_sequences = [], np.empty(0, np.intp)
 
-    def resolve(self, kv_caches: Iterable[KVCache]) -> Index:
-        """The sequence numbers of distinct active handles of this manager.
-
-        The same handles as last time cost one comparison of their keys.
-        """
-        if not isinstance(kv_caches, list):
-            kv_caches = _listed(kv_caches)
-        try:
-            keys = [kv._key for kv in kv_caches]
-        except AttributeError:
-            raise _no_handles(kv_caches) from None
-        if keys == self._batch:  # keys have no __eq__: this compares identities
+    def remembered(self, kv_caches: Iterable[KVCache]) -> Index | None:
+        """The sequence numbers of the last batch, if that is what `kv_caches` is."""
+        if kv_caches == self._batch and not self._dropped:  # identities: handles have no __eq__
             return self._batch_sequences
-        sequences = self.numbers_of(kv_caches)
+        return None
+
+    def resolve(self, kv_caches: Iterable[KVCache]) -> Index:
+        """The sequence numbers of distinct active handles of this manager, then remembered."""
+        handles = as_list(kv_caches)
+        sequences = self.numbers_of(handles)
         active = self._seqs.active[sequences]
         if np.count_nonzero(active) != active.size:
             bad = int(np.argmin(active))
-            raise _inactive(bad, kv_caches[bad])
-        self._batch, self._batch_sequences = keys, sequences
+            raise _inactive(bad, handles[bad])
+        self._batch, self._batch_sequences = handles, sequences
         return sequences
 
     def numbers_of(self, kv_caches: list[KVCache]) -> Index:
@@ -116,12 +113,13 @@ class Registry:
 
     def still_open(self, kv_caches: Iterable[KVCache]) -> list[KVCache]:
         """The distinct handles that are open; raises for anything that is no handle of ours."""
-        distinct = list({id(kv): kv for kv in _listed(kv_caches)}.values())
+        distinct = list({id(kv): kv for kv in as_list(kv_caches)}.values())
         self.numbers_of([kv for kv in distinct if getattr(kv, "_sequence", 0) >= 0])
         return [kv for kv in distinct if kv._sequence >= 0]
 
 
-def _listed(kv_caches: Iterable[KVCache]) -> list[KVCache]:
+def as_list(kv_caches: Iterable[KVCache]) -> list[KVCache]:
+    """A new list of `kv_caches`; raises `TypeError` if they are not iterable."""
     try:
         return list(kv_caches)
     except TypeError:

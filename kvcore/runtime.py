@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +20,13 @@ from kvcore.device.tables import DeviceTables
 from kvcore.errors import StateError, wrong
 from kvcore.ids import NO_TICKET
 from kvcore.plan import PageCopies
-from kvcore.registry import Registry
+from kvcore.registry import Registry, as_list
 from kvcore.stacks import PageStacks
 from kvcore.streams import Streams
 
 if TYPE_CHECKING:
     from kvcore.config import KVCacheManagerConfig
+    from kvcore.kv_cache import KVCache
     from kvcore.layout import Layout
 
 Index = NDArray[np.intp]
@@ -67,9 +69,10 @@ class Runtime:
         self.closed = False
 
     def enter(self) -> None:
-        """Refuses a shut-down manager and closes sequences whose handles were dropped."""
+        """The door of every call: refuses a shut-down manager, closes what was dropped."""
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
+        self.handles.forget_batch()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
             self.tables.compact(self.control.seqs.dirty)
         while (sequence := self.handles.sweep(self.destroy)) is not None:
@@ -78,6 +81,15 @@ class Runtime:
                 ResourceWarning,
                 stacklevel=4,
             )
+
+    def enter_with(self, kv_caches: Iterable[KVCache]) -> Index:
+        """The door of calls on a batch: the sequence numbers of its distinct active handles."""
+        sequences = self.handles.remembered(kv_caches)
+        if sequences is None:
+            kv_caches = kv_caches if isinstance(kv_caches, list) else as_list(kv_caches)
+            self.enter()
+            sequences = self.handles.resolve(kv_caches)
+        return sequences
 
     # -- transactions ------------------------------------------------------------------------------
 

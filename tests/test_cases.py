@@ -276,7 +276,11 @@ def test_rejected_drafts_are_rewound_exactly(accepted):
     assert m.advance([kv], 4)
     m.truncate([kv], [7 + accepted])
     assert kv.resize(None, 7 + accepted)
-    assert (kv.capacity, kv.history_length, used(m)) == (7 + accepted, 7 + accepted, 2 + (accepted > 1))
+    assert (kv.capacity, kv.history_length, used(m)) == (
+        7 + accepted,
+        7 + accepted,
+        2 + (accepted > 1),
+    )
     before = shown(m, kv)
     for wrong in (-1, kv.capacity + 1, kv.history_length - 1):
         with pytest.raises(ValueError, match="capacities"):

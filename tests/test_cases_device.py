@@ -23,7 +23,11 @@ T = 4
 ROLES = {
     "key alone": [("key", "float16", (128,))],
     "key and value": [("key", "float32", (2, 8)), ("value", "float32", (2, 8))],
-    "and scales": [("key", "int8", (2, 16)), ("value", "int8", (2, 16)), ("scale", "float32", (2,))],
+    "and scales": [
+        ("key", "int8", (2, 16)),
+        ("value", "int8", (2, 16)),
+        ("scale", "float32", (2,)),
+    ],
     "opaque": [("key", None, 512), ("value", None, 256)],
 }
 

@@ -31,7 +31,9 @@ def address_sanitizer() -> str:
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
     """The environment of a process that finds the fake driver."""
-    found = {**os.environ, "LD_LIBRARY_PATH": str(folder), "KVCORE_EMULATED": str(folder), **more}
+    libraries = os.pathsep.join([str(folder), *os.environ.get("LD_LIBRARY_PATH", "").split(":")])
+    found = {**os.environ, "LD_LIBRARY_PATH": libraries.rstrip(":")}
+    found |= {"KVCORE_EMULATED": str(folder), **more}
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "adapters")])
     return found
 

@@ -30,6 +30,7 @@ from kvcore.testing import (
     check,
     fail_at,
 )
+from kvcore.testing.launches import Launches
 from kvcore.testing.walk import small_config
 from tests import stress
 
@@ -236,7 +237,7 @@ def test_the_engine_finds_a_page_that_is_missing(scene):
     with pytest.raises(ContentError, match="a kernel saw"):
         scene.engine.verify([scene.plain])
     with (
-        mock.patch.object(FakeEngine, "_read_tables", lambda *_: ([], [])),
+        mock.patch.object(Launches, "read_tables", lambda *_: ([], [])),
         pytest.raises(ContentError, match="position 4.* has no page"),
     ):
         scene.engine.verify([scene.plain])
@@ -281,6 +282,11 @@ def bind_without_waiting(self, sequence, stream):
     self._seqs.stream[sequence] = self._number_of(stream)
 
 
+def prepare_without_waiting(self, *args, right=Batch.prepare, **kwargs):
+    self._step = None  # what still reads the batch's staging
+    right(self, *args, **kwargs)
+
+
 def lease_what_is_still_read(self, nbytes):
     place = next(i for i, (buffer, _) in enumerate(self._retired) if buffer.nbytes >= nbytes)
     buffer, _ = self._retired[place]
@@ -321,7 +327,7 @@ FAULTS = {
     "no waits on tickets": (Fences, "wait_one", nothing),
     "table work of two streams unordered": (DeviceTables, "_order_behind_last", nothing),
     "staging reused too early": (StagingRing, "lease", lease_what_is_still_read),
-    "batch reused too early": (Batch, "_await_last_step", nothing),
+    "batch reused too early": (Batch, "prepare", prepare_without_waiting),
     "freed without ticket": (SlotTable, "release", free_without_ticket),
     "cells cleared too early": (SequenceTable, "mark", mark_without_ticket),
     "cells never sent": (SequenceTable, "mark", nothing),

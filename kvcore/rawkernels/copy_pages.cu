@@ -10,7 +10,7 @@ __device__ __forceinline__ void copy_chunk(
     const Chunk c = chunk_of(a);
     const u32 source = sources[c.entry];  // as unsigned numbers, negative ones are past the limit
     const u32 target = targets[c.entry];
-    if (target >= a.limit) return;
+    if (source >= a.limit || target >= a.limit) return;
     const Pool& pool = a.pools[c.pool];
     const i64 units = pool.slot_bytes / BYTES;
     const u64 from = pool.base + source * pool.slot_bytes;

@@ -168,7 +168,9 @@ class _Rules:
             held = int(np.count_nonzero(holders))
             self.same(f"{name}: free + held = capacity", table.capacity, free.size + held)
             wrong = np.flatnonzero(holders != table.refs)
-            counts = list(zip(wrong.tolist(), holders[wrong].tolist(), table.refs[wrong], strict=True))
+            counts = list(
+                zip(wrong.tolist(), holders[wrong].tolist(), table.refs[wrong], strict=True)
+            )
             self.same(f"{name}: holders (slot, cells, count)", [], counts)
             self.none(f"{name}: tickets of the future", self._future(table.reusable_after))
 

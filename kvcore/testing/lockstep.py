@@ -59,12 +59,14 @@ class Lockstep:
         self.model = ModelManager.of(manager)
         self.engine = FakeEngine(manager) if manager.device.has_memory else None
         self.pairs: list[Pair] = []
+        self.calls = 0
         self._slot_of: dict[Page, int] = {}
 
     # -- calls ---------------------------------------------------------------------------------------
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
         """Runs one call on both sides; returns the value they agree on, None if both refused."""
+        self.calls += 1
         got, expected = _outcome(real), _outcome(model)
         same = got[0] == expected[0] and (got[0] != "value" or got[1] == expected[1])
         if not same:

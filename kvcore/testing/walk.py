@@ -18,6 +18,7 @@ from kvcore.device.base import Device
 from kvcore.device.host import HostDevice
 from kvcore.device.simulated import Gate
 from kvcore.errors import StateError
+from kvcore.kv_cache import KVCache
 from kvcore.manager import KVCacheManager
 from kvcore.testing.check import OracleError, check
 from kvcore.testing.lockstep import Lockstep, Pair
@@ -79,7 +80,8 @@ def small_config(
     size = SLOT_BYTES // 2
     shape = (2, size // (2 * 4 * tokens_per_block))
     buffers = [
-        BufferConfig(role=role, size=size, dtype="float32", shape=shape) for role in ("key", "value")
+        BufferConfig(role=role, size=size, dtype="float32", shape=shape)
+        for role in ("key", "value")
     ]
     if scales:
         few = tokens_per_block * 2 * 2 * 4
@@ -121,7 +123,9 @@ class Walk:
         self.draw = draw
         self.device = device
         self.streams = [device.create_stream() for _ in range(3)]
-        self.manager = KVCacheManager(config, device=device, stream=device.default_stream or self.streams[0])
+        self.manager = KVCacheManager(
+            config, device=device, stream=device.default_stream or self.streams[0]
+        )
         self.lockstep = Lockstep(self.manager)
         self.block = config.tokens_per_block
         self.gates: list[Gate] = []
@@ -130,6 +134,7 @@ class Walk:
         if self._deferred and self.lockstep.engine is not None:
             self.lockstep.engine.delay = self._delay
         self.closed: list[Pair] = []
+        self._step: tuple[list[list[int]], int] | None = None
         self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
 
     # -- choices -------------------------------------------------------------------------------------
@@ -236,7 +241,9 @@ class Walk:
         for pair in pairs:
             low, high = pair.model.history_length, pair.model.capacity
             wrong = self.one_in(24)
-            sizes.append(self.draw.pick([low - 1, high + 1]) if wrong else self.draw.number(low, high))
+            sizes.append(
+                self.draw.pick([low - 1, high + 1]) if wrong else self.draw.number(low, high)
+            )
         self.lockstep.truncate(pairs, sizes)
 
     def widen(self) -> None:
@@ -325,9 +332,9 @@ class Walk:
         counts = [p.model.capacity - start for p, start in zip(pairs, starts, strict=True)]
         reals = [pair.real for pair in pairs]
         expected = [
-            (int(row[position // self.block]), position % self.block)
+            (row[position // self.block], position % self.block)
             for kv, start, count in zip(reals, starts, counts, strict=True)
-            for row in [kv.get_base_page_indices(0, beam) for beam in range(kv.beam_width)]
+            for row in self._rows([kv])
             for position in range(start, start + count)
         ]
         slots, offsets = self.manager.slot_mapping(reals, counts, start=starts)
@@ -338,6 +345,30 @@ class Walk:
             found = self.device.to_host(self._batch.mapping[0], stream=self._batch._on(None))
             padding = [(-1, 0)] * (256 - len(expected))
             _same("Batch.mapping", expected + padding, list(map(tuple, found.tolist())))
+            self._step = (self._rows(reals), self.lockstep.calls)
+
+    def _rows(self, kv_caches: Sequence[KVCache]) -> list[list[int]]:
+        return [
+            kv.get_base_page_indices(0, beam).tolist()
+            for kv in kv_caches
+            for beam in range(kv.beam_width)
+        ]
+
+    def reuse(self) -> None:
+        """Asks the step that was prepared some time ago: it refuses, or still knows its rows."""
+        if self._batch is None or self._step is None:
+            return
+        rows, calls = self._step
+        self.release()
+        try:
+            table = self._batch.page_table(0)
+        except StateError:
+            if calls == self.lockstep.calls:
+                raise
+        else:
+            found = self.device.to_host(table, stream=self._batch._on(None)).tolist()
+            cut = [row[: len(own)] for row, own in zip(found, rows, strict=True)]
+            _same("rows of a step", rows, cut)
 
     def bind(self) -> None:
         """Binds or unbinds a row of the caller's."""
@@ -424,6 +455,7 @@ WEIGHTS: Final = {
     "release": 2,
     "settle": 1,
     "map": 1,
+    "reuse": 1,
     "bind": 1,
     "misuse": 1,
 }

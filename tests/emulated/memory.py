@@ -13,6 +13,7 @@ import pytest
 
 from kvcore.device.cuda import CudaDevice
 from kvcore.errors import DriverError, OutOfMemoryError, StateError
+from tests.device.harness import buffer_bytes, geometry
 from tests.emulated import driver
 
 pytestmark = pytest.mark.usefixtures("held")
@@ -320,3 +321,27 @@ def test_many_dropped_arrays_are_freed_in_between(device):
     for _ in range(200):
         device.empty(4, np.int32)
     assert driver.counts().blocks - before < 100
+
+
+def test_growth_that_kernels_cannot_be_told_of_is_undone(device):
+    memory = device.reserve(4 * GRAIN, GRAIN, GRAIN)
+    g = geometry()
+    stack = device.page_stack([(memory, buffer_bytes(g), 0)], 1, g)
+    device.collect()
+    before = driver.counts().held
+    driver.fail("cuMemcpyHtoDAsync_v2", 1)
+    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
+        memory.resize(4 * GRAIN)
+    assert (memory.nbytes, driver.counts().held) == (GRAIN, before)
+    memory.resize(4 * GRAIN)
+    stream = device.create_stream()
+    last = 4 * GRAIN // buffer_bytes(g) - 1
+    source = device.empty((1, 1, 2, 8), np.uint16, stream=stream)
+    mapping = device.empty((1, 2), np.int32, stream=stream)
+    device.from_host(np.full((1, 1, 2, 8), 7, np.uint16), source, stream=stream)
+    device.from_host(np.array([[last, 7]], np.int32), mapping, stream=stream)
+    device.append(stack, mapping, [source], stream=stream)
+    end = memory.array(np.uint16, (16,), 4 * GRAIN - 32)
+    assert set(device.to_host(end, stream=stream).tolist()) == {7}
+    end = None
+    memory.close()

@@ -46,6 +46,7 @@ def baseline():
     assert abs(free_bytes() - before) <= SLACK
 
 
+@pytest.mark.no_sanitizer
 def test_map_and_unmap_leaves_no_memory_behind(baseline, device):
     start = free_bytes()
     for cycle in range(300):
@@ -63,6 +64,7 @@ def test_map_and_unmap_leaves_no_memory_behind(baseline, device):
     assert abs(free_bytes() - start) <= SLACK
 
 
+@pytest.mark.no_sanitizer
 def test_running_out_changes_nothing(baseline, device):
     start = free_bytes()
     memory = device.reserve(2 * start, 64 * MIB, 512 * MIB)
@@ -114,6 +116,7 @@ def test_shrinking_after_work_has_ended(rig):
     assert set(rig.get(kept).tolist()) == {3}
 
 
+@pytest.mark.no_sanitizer
 def test_closed_from_a_thread_without_a_context(baseline, device):
     start = free_bytes()
     memory = device.reserve(64 * MIB, 64 * MIB, 2 * MIB)
@@ -123,6 +126,7 @@ def test_closed_from_a_thread_without_a_context(baseline, device):
     assert abs(free_bytes() - start) <= SLACK
 
 
+@pytest.mark.no_sanitizer
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_dropped_in_another_thread(baseline, device, in_a_cycle):
     start = free_bytes()
@@ -216,6 +220,7 @@ def test_memory_is_seen_by_others_without_a_copy(rig):
     assert set(alias.get().tolist()) == {9}
 
 
+@pytest.mark.no_sanitizer
 def test_a_forked_child_is_told_and_the_parent_goes_on(rig):
     memory = rig.reserve(4 * MIB, 4 * MIB)
     words = memory.array(np.int32, (100,))
@@ -240,6 +245,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(rig):
     assert set(rig.get(words).tolist()) == {9}
 
 
+@pytest.mark.no_sanitizer
 def test_the_interpreter_ends_quietly_with_everything_open():
     code = """
 import numpy as np

@@ -246,7 +246,12 @@ class CudaMemory:
             nbytes, old = align_up(nbytes, self._grain), pages.nbytes
             if nbytes > old:
                 self._grow(pages, nbytes)
-                self._tell(nbytes)
+                try:
+                    self._tell(nbytes)
+                except BaseException:
+                    self._tell(old)
+                    pages.shrink(old)
+                    raise
             elif nbytes < old:
                 # Followers first, so that no later kernel goes where nothing will be.
                 self._tell(nbytes)
