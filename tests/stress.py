@@ -1,8 +1,8 @@
 """Random walks for as long as you like: `python -m tests.stress --steps 10000 --deferred`.
 
 Each walk has its own small configuration and its own seed, counted up from `--seed`. Every step is
-compared with the model and checked by the oracle; content is proved on the device; in the end nothing
-may be held. A failure names the seed that repeats it.
+compared with the model and checked by the oracle; content is proved on the device; in the end
+nothing may be held. A failure names the seed that repeats it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,36 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 from kvcore import runtime
+from kvcore.device.base import Device, Stream
 from kvcore.device.host import HostDevice
-from kvcore.testing.walk import RandomDraw, Walk, draw_config
+from kvcore.testing.small import RandomDraw, draw_config
+from kvcore.testing.walk import Walk
 
 STEPS_OF_A_WALK = 250
 
 
 def walk(seed: int, steps: int, *, deferred: bool) -> Counter[str]:
-    """One walk on the host device; returns how often each action ran.
+    """One walk on the host device; returns how often each action ran."""
+    return walk_on(HostDevice(deferred=deferred, seed=seed), seed, steps)
+
+
+def walk_on(
+    device: Device,
+    seed: int,
+    steps: int,
+    hold: Callable[[Stream], Callable[[], object]] | None = None,
+) -> Counter[str]:
+    """One walk on a device.
 
     Every other one merges the changes of the page table that wait to be sent all the time.
     """
     draw = RandomDraw(seed)
     with mock.patch.object(runtime, "MOST_CHANGES", 1 if seed % 2 else runtime.MOST_CHANGES):
-        steering = Walk(draw_config(draw), HostDevice(deferred=deferred, seed=seed), draw)
+        steering = Walk(draw_config(draw), device, draw, hold)
         actions = Counter(steering.step() for _ in range(steps))
         steering.finish()
     return actions

@@ -18,7 +18,7 @@ from kvcore.control.slots import SlotTable
 from kvcore.device.host import HostDevice
 from kvcore.device.simulated import Gate
 from kvcore.testing import FakeEngine, FaultError, Lockstep, check, fail_at
-from kvcore.testing.walk import RandomDraw, small_config
+from kvcore.testing.small import RandomDraw, small_config
 from tests.helpers import opaque_manager, opened, row, used
 
 
@@ -199,7 +199,7 @@ def test_a_fault_at_every_operation_changes_nothing(what, call):
 
 
 def two_on_two_streams():
-    """A cache of two beams and a plain one, with content, and freed slots that a stream still uses."""
+    """A cache of two beams, a plain one, and freed slots that a third stream still uses."""
     device = HostDevice(deferred=True, seed=3)
     m = k.KVCacheManager(small_config(slots=24), device=device)
     engine = FakeEngine(m)
@@ -218,11 +218,9 @@ def two_on_two_streams():
 
 def shown(m, *caches):
     """What callers can see."""
-    return [
-        (kv.status, kv.capacity, kv.history_length, kv.beam_width, kv.num_blocks)
-        + tuple(tuple(row(kv, beam)) for beam in range(kv.beam_width))
-        for kv in caches
-    ] + [used(m)]
+    sizes = [(kv.status, kv.capacity, kv.history_length, kv.beam_width) for kv in caches]
+    rows = [[row(kv, beam) for beam in range(kv.beam_width)] for kv in caches]
+    return sizes, rows, used(m)
 
 
 def test_a_fault_while_a_batch_is_prepared_can_be_repeated():

@@ -10,7 +10,7 @@ import pytest
 
 import kvcore as k
 from kvcore.testing import FakeEngine, FaultError, Lockstep, check, fail_at
-from kvcore.testing.walk import small_config
+from kvcore.testing.small import small_config
 from tests.helpers import opaque_manager, opened, row, typed_manager, used
 
 
@@ -74,8 +74,7 @@ def test_a_copy_that_fails_leaves_one_beam():
 
 
 def test_every_beam_has_a_row_of_every_block():
-    """Blocks before the history had one row, and readers of the others failed
-    (NVIDIA/TensorRT-LLM#15197)."""
+    """Blocks before the history had one row, readers failed (NVIDIA/TensorRT-LLM#15197)."""
     m = opaque_manager(slots=32, max_beam_width=3, enable_partial_commit=False)
     (kv,) = opened(m, 12)
     kv.resize(None, 12)
@@ -153,8 +152,7 @@ def test_reordering_needs_no_free_page():
 
 
 def test_wide_beams_fit_where_their_count_says():
-    """Start-up failed with a pool of 256 pages for a request that needs 97
-    (NVIDIA/TensorRT-LLM#19527)."""
+    """256 pages were not enough for a request that needs 97 (NVIDIA/TensorRT-LLM#19527)."""
     m = beams(slots=97, width=32, tokens_per_block=32)
     engine = FakeEngine(m, max_tokens=4096)
     kv = prefilled(m, engine, 40, width=32)

@@ -14,7 +14,7 @@ import kvcore as k
 from kvcore.device.host import HostDevice
 from kvcore.device.simulated import Gate
 from kvcore.testing import FakeEngine, check
-from kvcore.testing.walk import small_config
+from kvcore.testing.small import small_config
 from tests.helpers import opened, row, typed_manager
 
 # -- copies of pages -------------------------------------------------------------------------------
@@ -62,8 +62,10 @@ def pages_of(roles, slots):
 @pytest.mark.parametrize("tokens", [1, T // 2, T - 1, T])
 @pytest.mark.parametrize("roles", ROLES)
 def test_a_copied_page_is_exact_and_its_neighbours_stay(roles, tokens):
-    """A factor of two for keys and values was built in, so keys alone read and wrote elsewhere
-    (NVIDIA/TensorRT-LLM#4943). From the first page to the last, and back."""
+    """From the first page and from the last.
+
+    A factor of two was built in, so keys alone went elsewhere (NVIDIA/TensorRT-LLM#4943).
+    """
     m, total, pools = pages_of(ROLES[roles], 8)
     for source in (0, total - 1):
         everything = m.create_kv_cache()

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kvcore.device.host import HostDevice
 from kvcore.manager import KVCacheManager
 from kvcore.testing import Lockstep
-from kvcore.testing.walk import Walk, draw_config, small_config
+from kvcore.testing.small import draw_config, small_config
+from kvcore.testing.walk import Walk
 from tests import stress
 
 
@@ -67,7 +68,7 @@ TestDeferred.settings = settings(max_examples=40, stateful_step_count=40)
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_ten_thousand_random_steps_of_fixed_seeds(deferred):
-    """The bar: half of the steps on simulated streams, no violation, and nothing left in the end."""
+    """The bar: half of the steps on simulated streams, no violation, nothing left in the end."""
     actions = stress.run(5_000, seed=1_000 * deferred, deferred=deferred)
     assert actions.total() == 5_000
     assert min(actions.values()) > 50  # every kind of call was made

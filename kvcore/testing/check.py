@@ -27,10 +27,11 @@ class OracleError(KVCoreError, AssertionError):
 def check(manager: KVCacheManager, *, device: bool = False) -> None:
     """Proves that the structures of a manager agree with each other.
 
-    The rules: on each pool group the free slots and the held ones are disjoint and together all slots; a
-    slot counts as many holders as table cells name it; they all belong to one block of one sequence, and
-    behind its final blocks to one beam; cells without a page are -1; every live beam has its own table
-    row; sizes, limits and statistics are what a recount gives; rows bound by the caller show the table.
+    The rules: on each pool group the free slots and the held ones are disjoint and together all
+    slots; a slot counts as many holders as table cells name it; they all belong to one block of one
+    sequence, and behind its final blocks to one beam; cells without a page are -1; every live beam
+    has its own table row; sizes, limits and statistics are what a recount gives; rows bound by the
+    caller show the table.
 
     Parameters
     ----------
@@ -95,7 +96,7 @@ class _Rules:
     def fail(self, what: str) -> NoReturn:
         raise OracleError(f"{what}\n{describe(self.runtime)}")
 
-    # -- sequences and table rows ------------------------------------------------------------------
+    # -- sequences and table rows --------------------------------------------------------------
 
     def sequences(self) -> None:
         seqs, shape = self.seqs, self.seqs.shape
@@ -137,7 +138,7 @@ class _Rules:
             empty = seqs.table[rows, :, shown:] == NO_SLOT
             self.same(f"sequence {s}: cells from {shown} on are {NO_SLOT}", True, bool(empty.all()))
 
-    # -- slots -------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------
 
     def cells_of(self, sequence: int) -> Iterator[_Row]:
         """What each beam of a sequence names, also of a suspended one."""
@@ -199,7 +200,7 @@ class _Rules:
             self.same("available", stats.free + stats.evictable, stats.available)
             self.same("unavailable", stats.total - stats.available, stats.unavailable)
 
-    # -- followers of the table --------------------------------------------------------------------
+    # -- followers of the table ----------------------------------------------------------------
 
     def bound_rows(self) -> None:
         for sequence, rows in self.runtime.bound_rows._rows.items():

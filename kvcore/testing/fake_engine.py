@@ -1,4 +1,4 @@
-"""An engine without a model: writes fingerprints into pages and proves later that they are there."""
+"""An engine without a model: writes fingerprints and proves later that they are still there."""
 
 from __future__ import annotations
 

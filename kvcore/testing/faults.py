@@ -77,8 +77,8 @@ def fail_at(target: KVCacheManager | Device, what: str, k: int = 1) -> Iterator[
     Parameters
     ----------
     target : KVCacheManager or Device
-        Whose operations. A device will do for "copy", "launch" and "memory", also while a manager is
-        being built on it.
+        Whose operations. A device will do for "copy", "launch" and "memory", also while a manager
+        is being built on it.
     what : str
         "take": slots are taken. "copy": pages are copied. "launch": any operation is enqueued,
         copies included. "memory": memory is reserved, resized or allocated. "record", "wait": an

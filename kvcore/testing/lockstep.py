@@ -30,8 +30,8 @@ class Lockstep:
     """Runs every call on a manager and on its model and compares the answers and all that shows.
 
     Compared after each call: its value or the type of its exception, every public property of every
-    sequence, free slots, which table cells name the same page, that pages keep their slots, and that
-    the model's pages hold what the engine's histories say; then `check` runs.
+    sequence, free slots, which table cells name the same page, that pages keep their slots, and
+    that the model's pages hold what the engine's histories say; then `check` runs.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Lockstep:
         self.calls = 0
         self._slot_of: dict[Page, int] = {}
 
-    # -- calls ---------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------
 
     def both(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
         """Runs one call on both sides; returns the value they agree on, None if both refused."""
@@ -182,7 +182,7 @@ class Lockstep:
         if self.engine is not None:
             self.engine.settle()
 
-    # -- comparison ----------------------------------------------------------------------------------
+    # -- comparison ----------------------------------------------------------------------------
 
     def compare(self) -> None:
         """Everything that shows, then `check`. Raises `OracleError`."""

@@ -2,8 +2,8 @@
 
 `ModelManager` takes the public calls of `kvcore.KVCacheManager` and answers what the real one must
 answer: the value, `False` where pages are short, or the type of the exception. A slot has no number
-here. A `Page` is an object, two table cells mean the same page iff they hold the same object, and what
-is free follows from what can be reached. It covers full attention with `beam_mode="fork"`.
+here. A `Page` is an object, two table cells mean the same page iff they hold the same object, and
+what is free follows from what can be reached. It covers full attention with `beam_mode="fork"`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Page:
-    """One page; `cells[i]` is the key last written to token i of its block, None where undefined."""
+    """One page; `cells[i]` is the key last written to token i of its block, None if undefined."""
 
     def __init__(self, cells: Iterable[int | None]) -> None:
         self.cells = list(cells)
@@ -56,7 +56,7 @@ class ModelKVCache:
         """The distinct pages of all beams."""
         return {page for row in self.rows for page in row}
 
-    # -- life ----------------------------------------------------------------------------------------
+    # -- life ----------------------------------------------------------------------------------
 
     def resume(self) -> bool:
         """False while others hold more than `max_util_for_resume` of the slots."""
@@ -80,7 +80,7 @@ class ModelKVCache:
             self.rows, self.capacity, self.history_length = [], 0, 0
             self.manager.caches.remove(self)
 
-    # -- size ----------------------------------------------------------------------------------------
+    # -- size ----------------------------------------------------------------------------------
 
     def resize(self, capacity: int | None = None, history_length: int | None = None) -> bool:
         """Both at once or neither; False if pages are short."""
@@ -122,7 +122,7 @@ class ModelKVCache:
             for place in range(position, len(row) * size):
                 row[place // size].cells[place % size] = None
 
-    # -- beams ---------------------------------------------------------------------------------------
+    # -- beams ---------------------------------------------------------------------------------
 
     def set_beam_width(self, width: int, parents: Sequence[int] | None = None) -> bool:
         """Row i becomes the old row `parents[i]`: by default itself, or row 0 for a new one."""
@@ -169,7 +169,7 @@ class ModelKVCache:
         self.rows = rows
         self._forget_from(valid)
 
-    # -- content -------------------------------------------------------------------------------------
+    # -- content -------------------------------------------------------------------------------
 
     def write(self, beam: int, position: int, key: int) -> None:
         """What an engine does with the page of that position."""
@@ -180,7 +180,7 @@ class ModelKVCache:
         """The keys that a reader of row `beam` finds, one per position up to the capacity."""
         return [key for page in self.rows[beam] for key in page.cells][: self.capacity]
 
-    # -- refusals ------------------------------------------------------------------------------------
+    # -- refusals ------------------------------------------------------------------------------
 
     def _need_open(self) -> None:
         if self.status is Status.CLOSED:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from random import Random
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
-from kvcore.config import (
-    AttentionLayerConfig,
-    BufferConfig,
-    GpuCacheTierConfig,
-    KVCacheManagerConfig,
-)
-from kvcore.device.base import Device
+from kvcore.config import KVCacheManagerConfig
+from kvcore.device.base import Device, Stream
 from kvcore.device.host import HostDevice
 from kvcore.device.simulated import Gate
 from kvcore.errors import StateError
@@ -22,122 +16,67 @@ from kvcore.kv_cache import KVCache
 from kvcore.manager import KVCacheManager
 from kvcore.testing.check import OracleError, check
 from kvcore.testing.lockstep import Lockstep, Pair
+from kvcore.testing.small import Draw
 
-T = TypeVar("T")
-
-SLOT_BYTES: Final = 4096  # of the largest pool: the grain of the host device
-LONG: Final = 16  # blocks beyond what the pool holds: no walk asks for more
-
-
-class Draw(Protocol):
-    """Where a walk's choices come from."""
-
-    def number(self, low: int, high: int) -> int:
-        """An int in [low, high]."""
-        ...
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        ...
-
-
-class RandomDraw:
-    """Choices of a seeded generator."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = Random(seed)
-
-    def number(self, low: int, high: int) -> int:
-        """An int in [low, high]."""
-        return self.random.randint(low, high)
-
-    def pick(self, options: Sequence[T]) -> T:
-        """One of the options."""
-        return self.random.choice(options)
-
-
-def small_config(
-    *, tokens_per_block: int = 4, slots: int = 12, scales: bool = False, **settings: Any
-) -> KVCacheManagerConfig:
-    """A configuration with few slots, so that pages are often short.
-
-    Parameters
-    ----------
-    tokens_per_block : int
-        A power of two up to 256.
-    slots : int
-        Pages that fit.
-    scales : bool
-        Adds a third role of another size, which gets a pool of its own.
-    **settings
-        Further fields of `KVCacheManagerConfig`.
-
-    Examples
-    --------
-    >>> small_config(slots=3, max_beam_width=2).layers[0].buffers[0].shape
-    (2, 64)
-    """
-    size = SLOT_BYTES // 2
-    shape = (2, size // (2 * 4 * tokens_per_block))
-    buffers = [
-        BufferConfig(role=role, size=size, dtype="float32", shape=shape)
-        for role in ("key", "value")
-    ]
-    if scales:
-        few = tokens_per_block * 2 * 2 * 4
-        buffers.append(BufferConfig(role="scale", size=few, dtype="float32", shape=(2, 2)))
-    quota = slots * SLOT_BYTES + (SLOT_BYTES if scales else 0)
-    settings = {"max_beam_width": 4, "max_util_for_resume": 1.0, **settings}
-    return KVCacheManagerConfig(
-        tokens_per_block=tokens_per_block,
-        cache_tiers=(GpuCacheTierConfig(quota=quota),),
-        layers=(AttentionLayerConfig(layer_id=0, buffers=tuple(buffers)),),
-        enable_partial_commit=False,
-        **settings,
-    )
-
-
-def draw_config(draw: Draw) -> KVCacheManagerConfig:
-    """A small configuration for a walk."""
-    width = draw.pick([1, 2, 3, 4, 4])
-    return small_config(
-        tokens_per_block=draw.pick([1, 2, 4]),
-        slots=draw.pick([draw.number(5, 12), draw.number(16, 64)]),
-        scales=draw.pick([False, True]),
-        max_beam_width=width,
-        max_rows=draw.pick([None, None, width + 2]),
-        max_sequences=draw.pick([4, 16, 16]),
-        max_util_for_resume=draw.pick([1.0, 1.0, 1.0, 0.6]),
-        max_seq_len=draw.pick([None, None, None, 9]),
-    )
+LONG: Final = 16
+"""Blocks beyond what the pool holds: no walk asks for more."""
 
 
 class Walk:
     """One manager, its model, and the actions that may happen to them.
 
-    Every action runs real calls with arguments that are mostly right, sometimes wrong, on caches that
-    are mostly in the right state, and compares as `Lockstep` does.
+    Every action runs real calls with arguments that are mostly right, sometimes wrong, on caches
+    that are mostly in the right state, and compares as `Lockstep` does.
+
+    Parameters
+    ----------
+    config : KVCacheManagerConfig
+        Small, as from `draw_config`, so that pages are often short.
+    device : Device
+        A new one.
+    draw : Draw
+        Where the choices come from.
+    hold : callable, optional
+        Takes a stream, holds it up, and returns what lets it go on: races then have time. Default:
+        a `Gate` on a deferred `HostDevice`, nothing elsewhere.
+
+    Examples
+    --------
+    >>> from kvcore.device.host import HostDevice
+    >>> from kvcore.testing.small import RandomDraw, draw_config
+    >>> draw = RandomDraw(seed=7)
+    >>> walk = Walk(draw_config(draw), HostDevice(deferred=True, seed=7), draw)
+    >>> for _ in range(20):
+    ...     action = walk.step()
+    >>> walk.finish()
     """
 
-    def __init__(self, config: KVCacheManagerConfig, device: Device, draw: Draw) -> None:
+    def __init__(
+        self,
+        config: KVCacheManagerConfig,
+        device: Device,
+        draw: Draw,
+        hold: Callable[[Stream], Callable[[], object]] | None = None,
+    ) -> None:
         self.draw = draw
         self.device = device
         self.streams = [device.create_stream() for _ in range(3)]
-        self.manager = KVCacheManager(
-            config, device=device, stream=device.default_stream or self.streams[0]
-        )
+        self.default = device.default_stream or self.streams[0]
+        self.manager = KVCacheManager(config, device=device, stream=self.default)
         self.lockstep = Lockstep(self.manager)
         self.block = config.tokens_per_block
-        self.gates: list[Gate] = []
-        self._deferred = isinstance(device, HostDevice) and device.deferred
+        self._held: list[Callable[[], object]] = []  # what lets held streams go on
+        self._hold = hold
+        if hold is None and isinstance(device, HostDevice) and device.deferred:
+            self._hold = _gate
         self._settling = False
-        if self._deferred and self.lockstep.engine is not None:
+        if self.lockstep.engine is not None and self._hold is not None:
             self.lockstep.engine.delay = self._delay
         self.closed: list[Pair] = []
-        self._step: tuple[list[list[int]], int] | None = None
+        self._step: tuple[list[KVCache], list[list[int]], int] | None = None
         self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
 
-    # -- choices -------------------------------------------------------------------------------------
+    # -- choices -------------------------------------------------------------------------------
 
     def one_in(self, n: int) -> bool:
         """True once in n times."""
@@ -187,7 +126,7 @@ class Walk:
             chosen.pop()
         return chosen
 
-    # -- actions -------------------------------------------------------------------------------------
+    # -- actions -------------------------------------------------------------------------------
 
     def create(self) -> None:
         """Makes one to three sequences."""
@@ -291,24 +230,19 @@ class Walk:
                     self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width))
 
     def hold(self) -> None:
-        """Delays a stream: what is enqueued behind the gate stays there until `release`."""
-        if self._deferred:
-            self._wait_for_gate(self.draw.pick([self.device.default_stream, *self.streams]))
+        """Delays a stream: what is enqueued from now on stays there until `release`."""
+        if self._hold is not None:
+            self._held.append(self._hold(self.draw.pick([self.default, *self.streams])))
 
-    def _wait_for_gate(self, stream: Any) -> None:
-        gate = Gate()
-        self.gates.append(gate)
-        stream.wait(gate)
-
-    def _delay(self, stream: Any) -> None:
-        if not self._settling and self.one_in(3):
-            self._wait_for_gate(stream)
+    def _delay(self, stream: Stream) -> None:
+        if self._hold is not None and not self._settling and self.one_in(3):
+            self._held.append(self._hold(stream))
 
     def release(self) -> None:
         """Lets all streams go on."""
-        for gate in self.gates:
-            gate.open()
-        self.gates.clear()
+        for open_ in self._held:
+            open_()
+        self._held.clear()
 
     def look(self) -> None:
         """Enqueues a comparison of several, with all their content."""
@@ -345,7 +279,7 @@ class Walk:
             found = self.device.to_host(self._batch.mapping[0], stream=self._batch._on(None))
             padding = [(-1, 0)] * (256 - len(expected))
             _same("Batch.mapping", expected + padding, list(map(tuple, found.tolist())))
-            self._step = (self._rows(reals), self.lockstep.calls)
+            self._step = (reals, self._rows(reals), self.lockstep.calls)
 
     def _rows(self, kv_caches: Sequence[KVCache]) -> list[list[int]]:
         return [
@@ -358,7 +292,7 @@ class Walk:
         """Asks the step that was prepared some time ago: it refuses, or still knows its rows."""
         if self._batch is None or self._step is None:
             return
-        rows, calls = self._step
+        reals, rows, calls = self._step
         self.release()
         try:
             table = self._batch.page_table(0)
@@ -367,8 +301,9 @@ class Walk:
                 raise
         else:
             found = self.device.to_host(table, stream=self._batch._on(None)).tolist()
-            cut = [row[: len(own)] for row, own in zip(found, rows, strict=True)]
-            _same("rows of a step", rows, cut)
+            for name, current in (("device", found), ("host", self._rows(reals))):
+                cut = [row[: len(own)] for row, own in zip(current, rows, strict=True)]
+                _same(f"rows of a step that was not refused, {name}", rows, cut)
 
     def bind(self) -> None:
         """Binds or unbinds a row of the caller's."""
@@ -413,7 +348,7 @@ class Walk:
             ("a row of floats", lambda: kv.set_base_page_index_buf(0, 0, floats), TypeError),
         ]
 
-    # -- the whole -----------------------------------------------------------------------------------
+    # -- the whole -----------------------------------------------------------------------------
 
     def step(self, name: str | None = None) -> str:
         """Runs one action, drawn by weight unless named. Returns its name."""
@@ -462,6 +397,12 @@ WEIGHTS: Final = {
 """How often each action is drawn."""
 
 DECK: Final = tuple(name for name, weight in WEIGHTS.items() for _ in range(weight))
+
+
+def _gate(stream: Stream) -> Callable[[], object]:
+    gate = Gate()
+    stream.wait(gate)
+    return gate.open
 
 
 def _same(what: str, expected: object, got: object) -> None:

@@ -1,0 +1,114 @@
+"""Faults planted in the code: random walks on simulated streams find each of them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import kvcore.control.beams as beams
+from kvcore.batch import Batch
+from kvcore.bound_rows import BoundRows
+from kvcore.control.sequences import SequenceTable
+from kvcore.control.slots import SlotTable
+from kvcore.device.fences import Fences
+from kvcore.device.staging import StagingRing
+from kvcore.device.tables import DeviceTables
+from kvcore.errors import KVCoreError
+from kvcore.plan import DirtyCells
+from kvcore.runtime import Runtime
+from kvcore.streams import Streams
+from tests import stress
+
+
+def nothing(*_, **__):
+    """In place of a method that does something."""
+
+
+def lend_without_waiting(self, sequences, stream):
+    for sequence in sequences.tolist():
+        if self.of(sequence) is not stream:
+            self._lent[sequence] = stream
+
+
+def bind_without_waiting(self, sequence, stream):
+    self._seqs.stream[sequence] = self._number_of(stream)
+
+
+def prepare_without_waiting(self, *args, right=Batch.prepare, **kwargs):
+    self._step = None  # what still reads the batch's staging
+    right(self, *args, **kwargs)
+
+
+def lease_what_is_still_read(self, nbytes):
+    place = next(i for i, (buffer, _) in enumerate(self._retired) if buffer.nbytes >= nbytes)
+    buffer, _ = self._retired[place]
+    del self._retired[place]
+    self._leased[id(buffer)] = buffer
+    return buffer
+
+
+def free_without_ticket(self, slots, ticket, *, distinct, right=SlotTable.release):
+    return right(self, slots, 0, distinct=distinct)
+
+
+def mark_without_ticket(self, index, after=0, right=SequenceTable.mark):
+    return right(self, index)
+
+
+def copy_from_the_wrong_parent(parents, width, right=beams._share_out):
+    takers, donors, spare = right(parents, width)
+    return takers, donors[::-1], spare
+
+
+def copy_only_the_first_pool(self, copies, stream):
+    for copy in copies:
+        if copy.src.size:
+            pools = self.pool_places[copy.pool_group][:1]
+            self.device.copy_pages(pools, copy.src, copy.dst, stream=stream)
+
+
+def merge_without_waits(self, dirty):
+    dirty[:] = [DirtyCells(np.unique(np.concatenate([entry.index for entry in dirty])))]
+
+
+FAULTS = {
+    "new slots without waiting": (Streams, "wait", nothing),
+    "lending without waiting": (Streams, "lend", lend_without_waiting),
+    "taking back without waiting": (Streams, "come_home", nothing),
+    "changing streams without waiting": (Streams, "bind", bind_without_waiting),
+    "no waits on tickets": (Fences, "wait_one", nothing),
+    "table work of two streams unordered": (DeviceTables, "_order_behind_last", nothing),
+    "staging reused too early": (StagingRing, "lease", lease_what_is_still_read),
+    "batch reused too early": (Batch, "prepare", prepare_without_waiting),
+    "freed without ticket": (SlotTable, "release", free_without_ticket),
+    "cells cleared too early": (SequenceTable, "mark", mark_without_ticket),
+    "cells never sent": (SequenceTable, "mark", nothing),
+    "waits lost when changes are merged": (DeviceTables, "compact", merge_without_waits),
+    "shared pages not held": (SlotTable, "hold", nothing),
+    "copies from the wrong parent": (beams, "_share_out", copy_from_the_wrong_parent),
+    "copies of one pool": (Runtime, "copy_pages", copy_only_the_first_pool),
+    "bound rows not refreshed": (BoundRows, "refresh", nothing),
+}
+
+
+@pytest.mark.filterwarnings("ignore:a KVCache")  # a walk that fails leaves its caches open
+@pytest.mark.parametrize("fault", FAULTS)
+def test_random_walks_find_a_planted_fault(fault):
+    with mock.patch.object(*FAULTS[fault]):
+        found = first_failure(most_walks=150)
+    assert found is not None, "the walks did not notice"
+
+
+def first_failure(most_walks):
+    for seed in range(most_walks):
+        try:
+            stress.walk(seed, 250, deferred=True)
+        except (KVCoreError, IndexError, StopIteration) as error:
+            return error
+    return None
+
+
+def test_the_walks_find_nothing_without_a_fault():
+    assert first_failure(most_walks=2) is None
