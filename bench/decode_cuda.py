@@ -45,7 +45,7 @@ def cuda_case(device: Any, name: str, *, before: str, clocked: str, **more: Any)
         fn=lambda _: step.run(clocked),
         setup=ready,
         calls=LARGE.calls,
-        warmup=WARMUP - 1,  # one is taken to count the launches
+        warmup=WARMUP - 2,  # two are taken to count the launches
         meta={"layers": LARGE.layers, "bytes": 2 * new.nbytes},
         close=closer(step.manager, step.caches),
         **more,
@@ -53,7 +53,8 @@ def cuda_case(device: Any, name: str, *, before: str, clocked: str, **more: Any)
 
 
 def launches(case: Case) -> Result:
-    """How many kernels one call of a case enqueues."""
+    """How many kernels a step enqueues once the first has filled new rows of the table."""
+    case.fn(case.setup() if case.setup else None)
     ready = case.setup() if case.setup else None
     count = count_launches(lambda: case.fn(ready))
     return Result(
@@ -66,20 +67,20 @@ def launches(case: Case) -> Result:
 
 
 def count_launches(work: Callable[[], object]) -> int:
-    """Calls of the one place that launches kernels, while `work` runs."""
-    from kvcore.device.cuda.launch import Launch
+    """Launches that `work` asks the driver for."""
+    from kvcore.device.cuda import launch
 
     count = 0
-    original = Launch.__call__
+    original = launch.cuLaunchKernel
 
-    def counted(self: Launch, *args: Any, **kwargs: Any) -> None:
+    def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        original(self, *args, **kwargs)
+        return original(*args)
 
-    Launch.__call__ = counted  # type: ignore[method-assign]
+    launch.cuLaunchKernel = counted
     try:
         work()
     finally:
-        Launch.__call__ = original  # type: ignore[method-assign]
+        launch.cuLaunchKernel = original
     return count

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcore.checks import as_int
+from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import NO_SLOT
 
@@ -51,8 +52,8 @@ class Batch:
     """
 
     def __init__(self, runtime: Runtime, max_rows: int, max_tokens: int) -> None:
-        runtime.device_tables()
-        device, groups = runtime.device, runtime.control.seqs.shape.num_groups
+        tables, device = runtime.device_tables(), runtime.device
+        shape = runtime.control.seqs.shape
         self._runtime = runtime
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._words: NDArray[np.int32] = np.zeros((3, max_rows), np.int32)
@@ -60,7 +61,17 @@ class Batch:
         self._flat_words = self._words.reshape(-1)
         self._staged: Array = device.empty(3 * max_rows, np.int32)
         self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(3)]
-        self.mapping: Array = device.empty((groups, max_tokens, 2), np.int32)
+        self.mapping: Array = device.empty((shape.num_groups, max_tokens, 2), np.int32)
+        self._launch = device.step_launch(
+            StepArrays(
+                tables.array,
+                tables.by_group,
+                self._staged,
+                *self._parts,
+                self.mapping,
+                shape.tokens_per_block,
+            )
+        )
         self._views: dict[tuple[int, int], Array] = {}
         self._step: _Step | None = None
 
@@ -121,19 +132,9 @@ class Batch:
             if before is not None and before.last is not on:
                 on.wait(before.last.record())  # the step before still reads the staging
             runtime.streams.lend(sequences, on)
-            seqs, device = runtime.control.seqs, runtime.device
+            seqs = runtime.control.seqs
             try:
-                tables.send(seqs.dirty, seqs.used_rows, self._staged, self._flat_words, on)
-                rows, starts, ends = self._parts
-                device.map_tokens(
-                    tables.by_group,
-                    rows,
-                    starts,
-                    ends,
-                    self.mapping,
-                    tokens_per_block=seqs.shape.tokens_per_block,
-                    stream=on,
-                )
+                tables.send(seqs.dirty, seqs.used_rows, self._flat_words, on, self._launch)
             finally:
                 tables.seal(on)
             step.stream = step.last = on

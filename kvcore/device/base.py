@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,6 +223,13 @@ class Device(ABC):
         exceed N.
         """
 
+    def step_launch(self, arrays: StepArrays) -> StepLaunch:
+        """`scatter_table` and `map_tokens` of a batch as one call that binds their arrays.
+
+        May block; made once. A device overrides this where it can do with less work in each call.
+        """
+        return StepLaunch(self, arrays)
+
     @abstractmethod
     def take_rows(self, table: Array, rows: Array, out: Array, *, stream: Stream) -> None:
         """`out[i, b] = table[rows[i], b]` for `out` int32 `[M, b]`; -1 where there is no cell.
@@ -321,3 +328,51 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back everything the device holds for itself. Idempotent."""
+
+
+class StepArrays(NamedTuple):
+    """What `scatter_table` and `map_tokens` of a step work on: always the same arrays."""
+
+    table: Array
+    tables: Array
+    target: Array
+    rows: Array
+    starts: Array
+    ends: Array
+    out: Array
+    tokens_per_block: int
+
+
+class StepLaunch:
+    """`scatter_table`, then `map_tokens`, with everything bound but the staged data.
+
+    A device may inherit and do the same with less work in each call.
+    """
+
+    def __init__(self, device: Device, arrays: StepArrays) -> None:
+        self._device, self._arrays = device, arrays
+
+    def __call__(self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream) -> None:
+        """Enqueues both.
+
+        `staged` is pinned and holds `cells` int64 indices, as many int32 values, and `words` int32
+        words, one after the other.
+        """
+        a = self._arrays
+        self._device.scatter_table(
+            a.table,
+            staged[: 8 * cells].view(np.int64),
+            staged[8 * cells : 12 * cells].view(np.int32),
+            a.target,
+            staged[12 * cells : 12 * cells + 4 * words].view(np.int32),
+            stream=stream,
+        )
+        self._device.map_tokens(
+            a.tables,
+            a.rows,
+            a.starts,
+            a.ends,
+            a.out,
+            tokens_per_block=a.tokens_per_block,
+            stream=stream,
+        )

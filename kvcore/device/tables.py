@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,6 +14,9 @@ from kvcore.ids import NO_SLOT
 from kvcore.plan import DirtyCells
 
 Int32 = NDArray[np.int32]
+
+Launch = Callable[[NDArray[np.uint8], int, int, Stream], None]
+"""Does a step's work with staged cells and words; see `kvcore.device.base.StepLaunch`."""
 
 
 class DeviceTables:
@@ -44,9 +49,14 @@ class DeviceTables:
         self.by_group: Array = self.array.transpose(1, 0, 2)
 
     def send(
-        self, dirty: list[DirtyCells], used_rows: int, target: Array, words: Int32, stream: Stream
+        self,
+        dirty: list[DirtyCells],
+        used_rows: int,
+        words: Int32,
+        stream: Stream,
+        launch: Launch | None = None,
     ) -> None:
-        """Enqueues the dirty cells, and `words` into the start of `target`, in one launch.
+        """Enqueues the dirty cells, and whatever `launch` does with them and `words`.
 
         Waits on the device for earlier work on the table from other streams and for the tickets of
         the cells. `dirty` is emptied. Does not block. `seal` must follow on the same stream.
@@ -57,19 +67,22 @@ class DeviceTables:
             self._fences.wait_one(stream, entry.after)
         index = dirty[0].index if len(dirty) == 1 else _join(dirty)
         count, size = index.size, words.size
-        if count or size:
-            buffer = self._ring.lease(12 * count + 4 * size)
-            staged_index = buffer[: 8 * count].view(np.int64)
-            staged_value = buffer[8 * count : 12 * count].view(np.int32)
-            staged_words = buffer[12 * count : 12 * count + 4 * size].view(np.int32)
-            staged_index[:] = index
-            self._cells.take(index, out=staged_value, mode="clip")  # clip: no bounce buffer
-            staged_words[:] = words
-            self._leased.append(buffer)
-            self._device.scatter_table(
-                self.array, staged_index, staged_value, target, staged_words, stream=stream
-            )
+        buffer = self._ring.lease(12 * count + 4 * size)
+        buffer[: 8 * count].view(np.int64)[:] = index
+        values = buffer[8 * count : 12 * count].view(np.int32)
+        self._cells.take(index, out=values, mode="clip")  # clip: no bounce buffer
+        buffer[12 * count : 12 * count + 4 * size].view(np.int32)[:] = words
+        self._leased.append(buffer)
+        (launch or self._cells_only)(buffer, count, size, stream)
         dirty.clear()
+
+    def _cells_only(
+        self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream
+    ) -> None:
+        index = staged[: 8 * cells].view(np.int64)
+        value = staged[8 * cells : 12 * cells].view(np.int32)
+        table = self.array
+        self._device.scatter_table(table, index, value, table, value[:0], stream=stream)
 
     def compact(self, dirty: list[DirtyCells]) -> None:
         """Merges the dirty cells of many changes, for callers who never send them.

@@ -361,6 +361,9 @@ class Walk:
 
     def finish(self) -> None:
         """Proves all content, closes everything and shuts down; nothing may be left."""
+        for pair in self.lockstep.pairs:
+            if not pair.model.is_active:
+                self.lockstep.resume(pair)
         self.settle()
         while self.lockstep.pairs:
             self.lockstep.close(self.lockstep.pairs[-1])

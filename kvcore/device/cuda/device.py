@@ -12,7 +12,18 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device.base import Array, Device, Int32, Int64, Memory, PageGeometry, PageStack, Stream
+from kvcore.device.base import (
+    Array,
+    Device,
+    Int32,
+    Int64,
+    Memory,
+    PageGeometry,
+    PageStack,
+    StepArrays,
+    StepLaunch,
+    Stream,
+)
 from kvcore.device.checks import check_ids, check_places
 from kvcore.device.cuda import launch as launching
 from kvcore.device.cuda.blocks import (
@@ -41,7 +52,7 @@ from kvcore.device.cuda.streams import (
 )
 from kvcore.device.cuda.tokens import TokenStack
 from kvcore.device.cuda.uploads import Uploads
-from kvcore.device.cuda.words import WordWork
+from kvcore.device.cuda.words import CudaStepLaunch, WordWork
 from kvcore.errors import StateError, wrong, wrong_type
 
 SMALLEST_GRAIN: Final = 2 << 20  # bytes
@@ -210,6 +221,9 @@ class CudaDevice(Device):
         stream: Stream,
     ) -> None:
         self._words.map_tokens(tables, rows, starts, ends, out, tokens_per_block, stream)
+
+    def step_launch(self, arrays: StepArrays) -> StepLaunch:
+        return CudaStepLaunch(self, arrays, self._words)
 
     def take_rows(self, table: Array, rows: Array, out: Array, *, stream: Stream) -> None:
         self._words.take_rows(table, rows, out, stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import numpy as np
 from cuda.bindings import driver
 from cuda.bindings.driver import cuCtxGetCurrent, cuLaunchKernel
 
+from kvcore.device.base import Stream
 from kvcore.device.cuda.driver import Context, context_of, failure
 from kvcore.device.cuda.kernels import Fields, Source
 from kvcore.device.cuda.streams import CudaStream
@@ -94,36 +95,66 @@ class Launch:
         self._params = int(params.ctypes.data)
         self._keep = params, function
         self._function = driver.CUfunction(function.ptr)
-        self._context, self._lock = context, threading.Lock()
+        self._context, self._lock = context, threading.RLock()
         self._pack = struct.Struct(head).pack_into
 
-    def __call__(
-        self, stream: Any, x: int, y: int, z: int, *values: int, ids: Any = None, at: Any = None
-    ) -> None:
+    def __call__(self, stream: Any, x: int, y: int, z: int, *values: int) -> None:
         """Enqueues the kernel over a grid of `x * y * z` blocks, none of them 0.
 
-        `values` are packed into the start of the block, and `ids`, if given, written to `at`, a
-        view of it.
+        `values` are packed into the start of the block.
         """
         context = self._context
         if stream.__class__ is not CudaStream or stream.context is not context:
             raise _wrong_stream(stream, context)
         with self._lock:
             self._pack(self._bytes, 0, *values)
-            if ids is not None:
-                at[...] = ids
             if cuCtxGetCurrent()[1] == context.handle:
                 error = cuLaunchKernel(
                     self._function, x, y, z, self.threads, 1, 1, 0, stream.native, self._params, 0
                 )[0]
             else:
-                with context.current():
-                    error = cuLaunchKernel(
-                        self._function, x, y, z, self.threads, 1, 1, 0, stream.native,
-                        self._params, 0,
-                    )[0]  # fmt: skip
+                error = self._elsewhere(stream, x, y, z)
         if error:
             raise failure(f"cuLaunchKernel of {self.name}", int(error))
+
+    def with_ids(
+        self, stream: Any, x: int, y: int, z: int, ids: Any, at: Any, *values: int
+    ) -> None:
+        """The same, after writing `ids` to `at`, a view of the block."""
+        with self._lock:
+            at[...] = ids
+            self(stream, x, y, z, *values)
+
+    def bound(self, x: int, y: int, z: int, *values: int) -> Callable[[Stream], None]:
+        """The launch with everything fixed but the stream: the block is packed for good."""
+        self._pack(self._bytes, 0, *values)
+        function, params, threads, context = (
+            self._function,
+            self._params,
+            self.threads,
+            self._context,
+        )
+
+        def launch(stream: Any) -> None:
+            if stream.__class__ is not CudaStream or stream.context is not context:
+                raise _wrong_stream(stream, context)
+            if cuCtxGetCurrent()[1] == context.handle:
+                error = cuLaunchKernel(
+                    function, x, y, z, threads, 1, 1, 0, stream.native, params, 0
+                )[0]
+            else:
+                error = self._elsewhere(stream, x, y, z)
+            if error:
+                raise failure(f"cuLaunchKernel of {self.name}", int(error))
+
+        return launch
+
+    def _elsewhere(self, stream: CudaStream, x: int, y: int, z: int) -> Any:
+        """Launches while another device's context is current, which then is so again."""
+        with self._context.current():
+            return cuLaunchKernel(
+                self._function, x, y, z, self.threads, 1, 1, 0, stream.native, self._params, 0
+            )[0]
 
 
 def _wrong_stream(stream: object, context: Context) -> Exception:

@@ -72,7 +72,7 @@ class SlotWork:
                     size = part.shape[1]
                     at = plan.ids[: len(part), :size]
                     grid = plan.chunks * size, 1, 1
-                    plan.inline(stream, *grid, 0, size, limit, pattern, ids=part, at=at)
+                    plan.inline.with_ids(stream, *grid, part, at, 0, size, limit, pattern)
             else:
                 listed = self._device.empty(ids.shape, np.int32, stream=stream)
                 self._device.from_host(ids, listed, stream=stream)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import cupy
 import numpy as np
+from numpy.typing import NDArray
 
-from kvcore.device.base import Array, Int32, Int64, Stream
+from kvcore.device.base import Array, Int32, Int64, StepArrays, StepLaunch, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array
 from kvcore.device.cuda.blocks import address
-from kvcore.device.cuda.kernels import MAX_UNITS, divider, unit_bytes
+from kvcore.device.cuda.kernels import MAX_UNITS, divider, packing, unit_bytes
+from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import cut_strided
 from kvcore.device.cuda.seen import Seen
 from kvcore.errors import wrong
@@ -87,12 +89,12 @@ class WordWork:
         key = id(tables), id(rows), id(starts), id(ends), id(out), tokens_per_block
         found = self._seen.get(key, tables, rows, starts, ends, out)
         if found is None:
-            facts = self._map_facts(tables, rows, starts, ends, out, tokens_per_block)
+            facts = self.map_facts(tables, rows, starts, ends, out, tokens_per_block)
             found = self._seen.keep(key, facts, tables, rows, starts, ends, out)
         if found[0] and found[1]:
             self._map(stream, *found)
 
-    def _map_facts(
+    def map_facts(
         self, tables: Array, rows: Array, starts: Array, ends: Array, out: Array, block: int
     ) -> tuple[int, ...]:
         """Grid and arguments of a `map_tokens`, after a look at the arrays."""
@@ -148,6 +150,48 @@ class WordWork:
         sizes = [part for size in fields["sizes"] for part in size]
         blocks = div_ceil(units, launch.threads)
         launch(stream, blocks, 1, 1, *pointers, *strides, *sizes, fields["num_dims"], units, 0)
+
+
+class CudaStepLaunch(StepLaunch):
+    """Both kernels with argument blocks of their own: a call packs six numbers."""
+
+    def __init__(self, device: CudaDevice, arrays: StepArrays, work: WordWork) -> None:
+        super().__init__(device, arrays)
+        _check_words("table", arrays.table)
+        _check_words("target", arrays.target)
+        self._scatter = new_launch(device, "scatter_table")
+        self._bound = arrays.table.data.ptr, arrays.target.data.ptr, arrays.table.size
+        self._words = arrays.target.size
+        map_tokens = new_launch(device, "map_tokens")
+        facts = work.map_facts(
+            arrays.tables,
+            arrays.rows,
+            arrays.starts,
+            arrays.ends,
+            arrays.out,
+            arrays.tokens_per_block,
+        )
+        self._map = map_tokens.bound(*facts) if facts[0] and facts[1] else None
+
+    def __call__(self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream) -> None:
+        if words > self._words:
+            raise wrong("words", f"at most the target's {self._words}", words)
+        table, target, table_cells = self._bound
+        launch, at = self._scatter, address(staged)
+        blocks = -(-max(cells, words) // launch.threads)
+        if blocks:
+            launch(
+                stream, blocks, 1, 1,
+                table, at, at + 8 * cells, target, at + 12 * cells, table_cells, cells, words,
+            )  # fmt: skip
+        if self._map is not None:
+            self._map(stream)
+
+
+def new_launch(device: CudaDevice, name: str) -> Launch:
+    """A launch of the entry point that its source is named after, with a block of its own."""
+    source = device.source(name)
+    return device.new_launch(source, name, packing(source.entries[name]))
 
 
 def _check_words(name: str, array: Array) -> None:
