@@ -40,7 +40,9 @@ stamp() { # the machine, without its name
 
 sanitize() { # sanitize TOOL
     # A pooling allocator hides accesses past the end of an array: the tests switch CuPy's off.
+    # Calls that fail are left out: cuda-python asks the driver for functions that it lacks.
     step "$1" env KVCORE_SANITIZED=1 compute-sanitizer --tool "$1" --error-exitcode 99 \
+        --report-api-errors no \
         "$python" -m pytest -q -p no:cacheprovider -m "not no_sanitizer" "$sanitized"
 }
 

@@ -62,15 +62,11 @@ class Batch:
         self._staged: Array = device.empty(3 * max_rows, np.int32)
         self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(3)]
         self.mapping: Array = device.empty((shape.num_groups, max_tokens, 2), np.int32)
+        rows, starts, ends = self._parts
+        block = shape.tokens_per_block
+        twin = tables.array, tables.by_group
         self._launch = device.step_launch(
-            StepArrays(
-                tables.array,
-                tables.by_group,
-                self._staged,
-                *self._parts,
-                self.mapping,
-                shape.tokens_per_block,
-            )
+            StepArrays(*twin, self._staged, rows, starts, ends, self.mapping, block)
         )
         self._views: dict[tuple[int, int], Array] = {}
         self._step: _Step | None = None

@@ -343,6 +343,19 @@ class StepArrays(NamedTuple):
     tokens_per_block: int
 
 
+def staged_parts(
+    staged: NDArray[np.uint8], cells: int, words: int
+) -> tuple[Int64, Int64, Int32, Int32]:
+    """Views of a step's staging: the number of cells, their indices, their values, the words."""
+    index_end, value_end = 8 + 8 * cells, 8 + 12 * cells
+    return (
+        staged[:8].view(np.int64),
+        staged[8:index_end].view(np.int64),
+        staged[index_end:value_end].view(np.int32),
+        staged[value_end : value_end + 4 * words].view(np.int32),
+    )
+
+
 class StepLaunch:
     """`scatter_table`, then `map_tokens`, with everything bound but the staged data.
 
@@ -355,18 +368,11 @@ class StepLaunch:
     def __call__(self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream) -> None:
         """Enqueues both.
 
-        `staged` is pinned and holds `cells` int64 indices, as many int32 values, and `words` int32
-        words, one after the other.
+        `staged` is pinned; `staged_parts` says what lies where in it.
         """
         a = self._arrays
-        self._device.scatter_table(
-            a.table,
-            staged[: 8 * cells].view(np.int64),
-            staged[8 * cells : 12 * cells].view(np.int32),
-            a.target,
-            staged[12 * cells : 12 * cells + 4 * words].view(np.int32),
-            stream=stream,
-        )
+        _, index, value, given = staged_parts(staged, cells, words)
+        self._device.scatter_table(a.table, index, value, a.target, given, stream=stream)
         self._device.map_tokens(
             a.tables,
             a.rows,

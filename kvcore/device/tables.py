@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device.base import Array, Device, Event, Stream
+from kvcore.device.base import Array, Device, Event, Stream, staged_parts
 from kvcore.device.fences import Fences
 from kvcore.device.staging import StagingRing
 from kvcore.ids import NO_SLOT
@@ -67,11 +67,10 @@ class DeviceTables:
             self._fences.wait_one(stream, entry.after)
         index = dirty[0].index if len(dirty) == 1 else _join(dirty)
         count, size = index.size, words.size
-        buffer = self._ring.lease(12 * count + 4 * size)
-        buffer[: 8 * count].view(np.int64)[:] = index
-        values = buffer[8 * count : 12 * count].view(np.int32)
+        buffer = self._ring.lease(8 + 12 * count + 4 * size)
+        cells, its_index, values, its_words = staged_parts(buffer, count, size)
+        cells[0], its_index[:], its_words[:] = count, index, words
         self._cells.take(index, out=values, mode="clip")  # clip: no bounce buffer
-        buffer[12 * count : 12 * count + 4 * size].view(np.int32)[:] = words
         self._leased.append(buffer)
         (launch or self._cells_only)(buffer, count, size, stream)
         dirty.clear()
@@ -79,10 +78,8 @@ class DeviceTables:
     def _cells_only(
         self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream
     ) -> None:
-        index = staged[: 8 * cells].view(np.int64)
-        value = staged[8 * cells : 12 * cells].view(np.int32)
-        table = self.array
-        self._device.scatter_table(table, index, value, table, value[:0], stream=stream)
+        _, index, value, none = staged_parts(staged, cells, 0)
+        self._device.scatter_table(self.array, index, value, self.array, none, stream=stream)
 
     def compact(self, dirty: list[DirtyCells]) -> None:
         """Merges the dirty cells of many changes, for callers who never send them.

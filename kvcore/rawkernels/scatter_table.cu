@@ -14,6 +14,31 @@ struct ScatterArgs {
     u32 num_words;
 };
 
+// The same with its counts in the staging, so that the launch itself never changes and can lie in a
+// graph: `staged` holds the number of cells, their indices, their values, and the words. grid.x:
+// blocks enough for the words and for as many cells as the host ever stages for it.
+struct StagedArgs {
+    i32* table;
+    const i64* staged;  // host memory
+    i32* target;
+    i64 table_cells;
+    u32 num_words;
+    u32 reserved;
+};
+
+KERNEL(scatter_staged, StagedArgs) {
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;  // range [0, max(cells, num_words) + THREADS)
+    const i64 cells = __ldcv(a.staged);
+    const i64* index = a.staged + 1;
+    const i32* value = reinterpret_cast<const i32*>(index + cells);
+    const i32* words = value + cells;
+    if (i < a.num_words) a.target[i] = __ldcv(words + i);
+    if (i < cells) {
+        const i64 cell = __ldcv(index + i);  // range [0, table_cells)
+        if (cell >= 0 && cell < a.table_cells) a.table[cell] = __ldcv(value + i);
+    }
+}
+
 KERNEL(scatter_table, ScatterArgs) {
     // range [0, max(num_cells, num_words) + THREADS)
     const u32 i = blockIdx.x * THREADS + threadIdx.x;

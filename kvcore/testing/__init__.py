@@ -10,6 +10,7 @@ from kvcore.testing.fake_engine import ContentError, FakeEngine
 from kvcore.testing.faults import Fault, FaultError, fail_at
 from kvcore.testing.lockstep import Lockstep
 from kvcore.testing.model import ModelKVCache, ModelManager
+from kvcore.testing.walk import Walk
 
 __all__ = [
     "ContentError",
@@ -20,6 +21,7 @@ __all__ = [
     "ModelKVCache",
     "ModelManager",
     "OracleError",
+    "Walk",
     "check",
     "fail_at",
 ]

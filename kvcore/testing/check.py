@@ -220,7 +220,6 @@ class _Rules:
             raise ValueError("device: expected a device with memory, got one without")
         device, used = self.runtime.device, self.seqs.used_rows
         stream = self.runtime.streams.default or device.create_stream()
-        nothing = device.empty((1,), np.int32)
         tables.send(self.seqs.dirty, used, np.empty(0, np.int32), stream)
         tables.seal(stream)
         twin = device.to_host(tables.array[:used], stream=stream)

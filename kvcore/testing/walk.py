@@ -16,6 +16,7 @@ from kvcore.kv_cache import KVCache
 from kvcore.manager import KVCacheManager
 from kvcore.testing.check import OracleError, check
 from kvcore.testing.lockstep import Lockstep, Pair
+from kvcore.testing.misuse import misuses
 from kvcore.testing.small import Draw
 
 LONG: Final = 16
@@ -317,36 +318,15 @@ class Walk:
     def misuse(self) -> None:
         """A call that must be refused by its type, or leave no trace."""
         if pair := self.pair():
-            name, call, kinds = self.draw.pick(self._misuses(pair))
+            name, call, kind = self.draw.pick(misuses(self.manager, pair.real))
             if pair.model.is_active:
                 try:
                     call()
-                except kinds:
+                except kind:
                     pass
                 else:
-                    raise OracleError(f"{name}: expected {kinds}, got no exception")
+                    raise OracleError(f"{name}: expected {kind.__name__}, got no exception")
             self.lockstep.compare()
-
-    def _misuses(self, pair: Pair) -> list[tuple[str, Callable[[], Any], Any]]:
-        kv, m = pair.real, self.manager
-        wrong_parents: Any = [0.5] * kv.beam_width
-        floats: Any = np.empty(99, np.float32)
-        return [
-            ("a float", lambda: kv.resize(1.5), TypeError),  # type: ignore[arg-type]
-            ("a bool", lambda: kv.resize(True), TypeError),
-            ("twice", lambda: m.advance([kv, kv], 1), ValueError),
-            ("not a cache", lambda: m.advance([kv, None], 1), TypeError),  # type: ignore[list-item]
-            ("wrong length", lambda: m.advance([kv], [1, 1]), ValueError),
-            ("a float n", lambda: m.advance([kv], 0.5), TypeError),
-            ("a str", lambda: kv.set_beam_width("2"), TypeError),  # type: ignore[arg-type]
-            ("float parents", lambda: kv.reorder_beams(wrong_parents), TypeError),
-            ("no such beam", lambda: kv.get_base_page_indices(0, kv.beam_width), ValueError),
-            ("no such group", lambda: kv.get_base_page_indices(1), ValueError),
-            ("past the end", lambda: m.slot_mapping([kv], kv.capacity + 1, start=[0]), ValueError),
-            ("resume twice", kv.resume, StateError),
-            ("open caches", m.shutdown, StateError),
-            ("a row of floats", lambda: kv.set_base_page_index_buf(0, 0, floats), TypeError),
-        ]
 
     # -- the whole -----------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvcore.device.base import StepArrays, staged_parts
 from tests.device.battery_base import BatteryBase
 from tests.device.harness import Rig, naive_map
 
@@ -155,3 +156,28 @@ class TableTests(BatteryBase):
         with pytest.raises(TypeError):
             call(tables=[[[0]]])
         assert (rig.get(out) == 5).all()
+
+    def test_a_step_sends_its_cells_and_maps_its_tokens(self, rig):
+        """Again and again from the same two stagings, with few changed cells and with many."""
+        device, t = rig.device, 4
+        host = random_tables(rig, (40, 2, 60))
+        table, words = rig.put(host), np.zeros((3, 8), np.int32)
+        target, out = rig.put(np.zeros(24, np.int32)), rig.put(np.zeros((2, 50, 2), np.int32))
+        parts = [target[8 * i : 8 * i + 8] for i in range(3)]
+        tables = table.transpose(1, 0, 2)
+        launch = device.step_launch(StepArrays(table, tables, target, *parts, out, t))
+        stagings = [device.pinned(64 << 10) for _ in range(2)]
+        for step, cells in enumerate([0, 1, 300, 3000, 7, 0, 1024, 1025]):
+            index = rig.rng.permutation(host.size)[:cells]
+            host.reshape(-1)[index] = rig.rng.integers(-1, 900, cells)
+            words[0] = rig.rng.permutation(40)[:8]
+            words[1], words[2] = rig.rng.integers(0, 99, 8), np.cumsum(rig.rng.integers(0, 7, 8))
+            staged = stagings[step % 2]
+            count, at, value, sent = staged_parts(staged, cells, 24)
+            count[0], at[:], sent[:] = cells, index, words.reshape(-1)
+            value[:] = host.reshape(-1)[index]
+            launch(staged, cells, 24, rig.stream)
+            np.testing.assert_array_equal(rig.get(table), host)
+            np.testing.assert_array_equal(rig.get(target), words.reshape(-1))
+            expected = naive_map(host.transpose(1, 0, 2), *words, 50, t)
+            np.testing.assert_array_equal(rig.get(out), expected)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvcore.device import reference
+from kvcore.device.base import staged_parts
 from kvcore.device.cuda.kernels import divider, unit_bytes
 from kvcore.device.cuda.layouts import cut_strided
 from kvcore.ids import div_ceil
@@ -44,6 +45,26 @@ def test_scatter_table(kernels, rng, cells, num_words):
     compare(
         [table, target],
         partial(kernels.run, "scatter_table", "scatter_table", grid, **fields),
+        partial(reference.scatter_table, table.array, index, value, target.array, words),
+    )
+
+
+@pytest.mark.parametrize(("cells", "num_words"), [(1, 3), (0, 1), (130, 7), (7, 300), (0, 300)])
+def test_scatter_staged(kernels, rng, cells, num_words):
+    """The counts lie in the staging; the grid is larger than both."""
+    table, target = int32(rng, np.arange(600)), int32(rng, np.arange(400))
+    staged = np.zeros(8 + 12 * cells + 4 * num_words, np.uint8)
+    count, index, value, words = staged_parts(staged, cells, num_words)
+    count[0], index[:] = cells, rng.permutation(600)[:cells]
+    value[:], words[:] = rng.integers(-9, 9, cells), rng.integers(-9, 9, num_words)
+    fields = {
+        "table": table.address, "staged": address(staged), "target": target.address,
+        "table_cells": 600, "num_words": num_words,
+    }  # fmt: skip
+    grid = blocks_of(kernels, "scatter_table", 1024)
+    compare(
+        [table, target],
+        partial(kernels.run, "scatter_table", "scatter_staged", grid, **fields),
         partial(reference.scatter_table, table.array, index, value, target.array, words),
     )
 

@@ -94,6 +94,14 @@ SCATTER_ARGS: Final = _struct(
     ("num_cells", np.uint32),
     ("num_words", np.uint32),
 )
+STAGED_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("staged", np.uint64),
+    ("target", np.uint64),
+    ("table_cells", np.int64),
+    ("num_words", np.uint32),
+    ("reserved", np.uint32),
+)
 MAP_ARGS: Final = _struct(
     ("tables", np.uint64),
     ("group_stride", np.int64),
@@ -194,7 +202,11 @@ def _sources() -> dict[str, Source]:
             {**slots, "WordArgs": WORD_ARGS},
             stream_stores=False,
         ),
-        Source("scatter_table", {"scatter_table": SCATTER_ARGS}, {"ScatterArgs": SCATTER_ARGS}),
+        Source(
+            "scatter_table",
+            {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},
+            {"ScatterArgs": SCATTER_ARGS, "StagedArgs": STAGED_ARGS},
+        ),
         Source("map_tokens", {"map_tokens": MAP_ARGS}, {"MapArgs": MAP_ARGS}),
         Source("take_rows", _sized("take_rows", ROW_ARGS, UNITS[:3]), {"RowArgs": ROW_ARGS}),
         Source(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import cupy
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from kvcore.device.base import Array, Int32, Int64, StepArrays, StepLaunch, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array
 from kvcore.device.cuda.blocks import address
+from kvcore.device.cuda.graphs import Graph
 from kvcore.device.cuda.kernels import MAX_UNITS, divider, packing, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import cut_strided
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kvcore.device.cuda.device import CudaDevice
 
 WORD = 4  # bytes
+MOST_CELLS = 1024  # of a step that goes by graph
+MOST_GRAPHS = 64
 
 
 class WordWork:
@@ -153,16 +157,19 @@ class WordWork:
 
 
 class CudaStepLaunch(StepLaunch):
-    """Both kernels with argument blocks of their own: a call packs six numbers."""
+    """Both kernels in a graph per staging buffer, so that a step is one driver call.
+
+    Steps with unusually many changed cells launch them one by one.
+    """
+
+    by_graph = True
 
     def __init__(self, device: CudaDevice, arrays: StepArrays, work: WordWork) -> None:
         super().__init__(device, arrays)
         _check_words("table", arrays.table)
         _check_words("target", arrays.target)
-        self._scatter = new_launch(device, "scatter_table")
-        self._bound = arrays.table.data.ptr, arrays.target.data.ptr, arrays.table.size
-        self._words = arrays.target.size
-        map_tokens = new_launch(device, "map_tokens")
+        self._cuda, self._num_words = device, arrays.target.size
+        self._graphs: dict[int, Graph] = {}  # by the address of the staging
         facts = work.map_facts(
             arrays.tables,
             arrays.rows,
@@ -171,27 +178,35 @@ class CudaStepLaunch(StepLaunch):
             arrays.out,
             arrays.tokens_per_block,
         )
-        self._map = map_tokens.bound(*facts) if facts[0] and facts[1] else None
+        empty = not (facts[0] and facts[1])
+        self._map = None if empty else new_launch(device, "map_tokens").bound(*facts)
 
     def __call__(self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream) -> None:
-        if words > self._words:
-            raise wrong("words", f"at most the target's {self._words}", words)
-        table, target, table_cells = self._bound
-        launch, at = self._scatter, address(staged)
-        blocks = -(-max(cells, words) // launch.threads)
-        if blocks:
-            launch(
-                stream, blocks, 1, 1,
-                table, at, at + 8 * cells, target, at + 12 * cells, table_cells, cells, words,
-            )  # fmt: skip
+        if not self.by_graph or cells > MOST_CELLS or words != self._num_words:
+            super().__call__(staged, cells, words, stream)
+            return
+        at = address(staged)
+        graph = self._graphs.get(at)
+        if graph is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
+            graph = self._graphs[at] = Graph(self._cuda, partial(self._enqueue, at))
+        graph(stream)
+
+    def _enqueue(self, staged: int, stream: Stream) -> None:
+        table, target = self._arrays.table, self._arrays.target
+        launch = new_launch(self._cuda, "scatter_table", "scatter_staged")
+        blocks = div_ceil(max(MOST_CELLS, self._num_words), launch.threads)
+        pointers = table.data.ptr, staged, target.data.ptr
+        launch(stream, blocks, 1, 1, *pointers, table.size, self._num_words, 0)
         if self._map is not None:
             self._map(stream)
 
 
-def new_launch(device: CudaDevice, name: str) -> Launch:
-    """A launch of the entry point that its source is named after, with a block of its own."""
-    source = device.source(name)
-    return device.new_launch(source, name, packing(source.entries[name]))
+def new_launch(device: CudaDevice, name: str, entry: str | None = None) -> Launch:
+    """A launch with a block of its own; the entry point is named after its source by default."""
+    source, entry = device.source(name), entry or name
+    return device.new_launch(source, entry, packing(source.entries[entry]))
 
 
 def _check_words(name: str, array: Array) -> None:
