@@ -3,7 +3,8 @@
 // A slot is cut into chunks of CHUNK units and every block copies one chunk, so that eight pages of
 // 1 MiB use the whole chip. grid.x: all chunks of all slots of all pools.
 
-template <int BYTES>
+// WHOLE: slots are whole numbers of chunks, the common case, which needs no look at their end.
+template <int BYTES, bool WHOLE>
 __device__ __forceinline__ void copy_chunk(
     const SlotArgs& a, const i32* sources, const i32* targets) {
     typedef typename Unit<BYTES>::type Vector;
@@ -19,23 +20,27 @@ __device__ __forceinline__ void copy_chunk(
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         // The last block of a slot reads its last unit again rather than branch around a load.
-        const i64 unit = min(c.first + v * THREADS, units - 1);  // range [0, units)
+        const i64 next = c.first + v * THREADS;
+        const i64 unit = WHOLE ? next : min(next, units - 1);  // range [0, units)
         data[v] = load_once<Vector>(from + unit * BYTES);
     }
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         const i64 unit = c.first + v * THREADS;  // range [0, units) where it counts
-        if (unit < units) store(to + unit * BYTES, data[v]);
+        if (WHOLE || unit < units) store(to + unit * BYTES, data[v]);
     }
 }
 
-#define COPY_PAGES(BYTES)                                         \
-    KERNEL(copy_pages_##BYTES, SlotArgs) {                        \
-        copy_chunk<BYTES>(a, a.slots, a.slots + a.num_slots);     \
-    }                                                             \
-    KERNEL(copy_pages_inline_##BYTES, InlineSlotArgs) {           \
-        copy_chunk<BYTES>(a.args, a.slots, a.slots + MAX_INLINE); \
+#define COPY_PAGES(BYTES)                                                \
+    KERNEL(copy_pages_##BYTES, SlotArgs) {                               \
+        copy_chunk<BYTES, false>(a, a.slots, a.slots + a.num_slots);     \
+    }                                                                    \
+    KERNEL(copy_pages_inline_##BYTES, InlineSlotArgs) {                  \
+        copy_chunk<BYTES, false>(a.args, a.slots, a.slots + MAX_INLINE); \
     }
+KERNEL(copy_pages_whole_16, SlotArgs) {
+    copy_chunk<16, true>(a, a.slots, a.slots + a.num_slots);
+}
 COPY_PAGES(16)
 COPY_PAGES(8)
 COPY_PAGES(4)

@@ -191,7 +191,9 @@ def _sources() -> dict[str, Source]:
         Source("gather", {"gather_flat_16": TOKEN_ARGS, **_sized("gather", TOKEN_ARGS)}, tokens),
         Source(
             "copy_pages",
-            _sized("copy_pages", SLOT_ARGS) | _sized("copy_pages_inline", INLINE_SLOT_ARGS),
+            _sized("copy_pages", SLOT_ARGS)
+            | {"copy_pages_whole_16": SLOT_ARGS}
+            | _sized("copy_pages_inline", INLINE_SLOT_ARGS),
             slots,
         ),
         Source(

@@ -72,6 +72,7 @@ class Launch:
         "_function",
         "_keep",
         "_lock",
+        "_made_of",
         "_pack",
         "_params",
         "block",
@@ -89,6 +90,7 @@ class Launch:
         head: str,
     ) -> None:
         self.name, self.threads = name, threads
+        self._made_of = context, name, function, fields, threads, head
         self._bytes = bytearray(fields.itemsize)
         self.block: Any = np.frombuffer(self._bytes, fields)
         params = np.array([self.block.ctypes.data], np.uint64)  # void* kernelParams[1]
@@ -124,6 +126,12 @@ class Launch:
         with self._lock:
             at[...] = ids
             self(stream, x, y, z, *values)
+
+    def fixed(self, x: int, y: int, z: int, *values: int) -> Callable[[Stream], None]:
+        """`bound`, on a copy of the block: this launch can go on with other values."""
+        twin = Launch(*self._made_of)
+        twin._bytes[:] = self._bytes
+        return twin.bound(x, y, z, *values)
 
     def bound(self, x: int, y: int, z: int, *values: int) -> Callable[[Stream], None]:
         """The launch with everything fixed but the stream: the block is packed for good."""

@@ -97,9 +97,13 @@ class SlotWork:
             before += chunks
         rows += [(0, 0, 0, divider(1))] * (MAX_POOLS - len(pools))
         launches = []
-        for kind in ("_inline", ""):
-            launch = self._device.new_launch(source, f"{self._entry}{kind}_{unit}", HEAD)
-            fields = launch.block["args"] if kind else launch.block
+        whole = f"{self._entry}_whole_{unit}"
+        chunk_bytes = unit * source.chunk
+        aligned = all(slot_bytes % chunk_bytes == 0 for _, slot_bytes in pools)
+        plain = whole if aligned and whole in source.entries else f"{self._entry}_{unit}"
+        for entry in (f"{self._entry}_inline_{unit}", plain):
+            launch = self._device.new_launch(source, entry, HEAD)
+            fields = launch.block if entry == plain else launch.block["args"]
             fields["num_pools"], fields["pools"] = len(pools), rows
             launches.append(launch)
         return SlotPlan(before, *launches)

@@ -15,6 +15,7 @@ from kvcore.device.cuda.kernels import MAX_ROLES, MAX_UNITS, divider
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
 from kvcore.device.cuda.memory import CudaMemory
+from kvcore.device.cuda.seen import Seen
 from kvcore.errors import StateError
 from kvcore.ids import div_ceil
 
@@ -57,6 +58,7 @@ class TokenStack:
         self._slot_tokens = geometry.expansion * geometry.page_tokens
         self._bits = page_bits(geometry, [(m.base + offset, size) for m, size, offset in places])
         self._plans: dict[Any, TokenPlan] = {}
+        self._bound, self._last_key = Seen(), ()
         self._table = device.empty((len(places), 4), np.int64)
         self._num_slots = -1
         self.pool_resized(places[0][0], places[0][0].nbytes)
@@ -85,11 +87,20 @@ class TokenStack:
     def forget_plans(self) -> None:
         """Makes the next launches anew, with the tunings of then."""
         self._plans.clear()
+        self._bound, self._last_key = Seen(), ()
 
     def move(
         self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: Stream
     ) -> None:
-        """Append or gather (`source`); `name` is what messages call `arrays`."""
+        """Append or gather (`source`); `name` is what messages call `arrays`.
+
+        From the third call on with the very same arrays the launch is bound to them.
+        """
+        key = source, id(mapping), *map(id, arrays)
+        bound = self._bound.get(key, mapping, *arrays)
+        if bound is not None and self._num_slots:
+            bound(stream)
+            return
         tokens, pointer = self._tokens(mapping)
         shape, itemsize = (self.num_layers, tokens, *self._row), self._itemsize
         right = len(arrays) == self.num_roles
@@ -103,7 +114,11 @@ class TokenStack:
         if not right:  # or a subclass of CuPy's array
             check_tokens(name, arrays, cupy.ndarray, self, tokens)
         if tokens and len(arrays) <= MAX_ROLES:
-            self._move(source, pointer, tokens, 0, arrays, stream)
+            sent = self._move(source, pointer, tokens, 0, arrays, stream)
+            if sent is not None and key == self._last_key:
+                launch, *values = sent
+                self._bound.keep(key, launch.fixed(*values), mapping, *arrays)
+            self._last_key = key
         elif tokens:
             for first in range(0, len(arrays), MAX_ROLES):
                 some = arrays[first : first + MAX_ROLES]
@@ -117,8 +132,11 @@ class TokenStack:
         first: int,
         arrays: Sequence[Array],
         stream: Stream,
-    ) -> None:
-        """One launch, for at most `MAX_ROLES` roles from `first` on."""
+    ) -> tuple[Launch, *tuple[int, ...]] | None:
+        """One launch, for at most `MAX_ROLES` roles from `first` on; its grid and what it packed.
+
+        None if it took several.
+        """
         bits, layers, roles = 0, self.num_layers, len(arrays)
         bases, steps, strides = [], [], []
         for array in arrays:
@@ -145,9 +163,11 @@ class TokenStack:
                 part = [array[:, start : start + step] for array in arrays]
                 count = min(step, tokens - start)
                 self._move(source, mapping + 8 * start, count, first, part, stream)
-            return
+            return None
         blocks = -(-units // plan.chunk)
-        plan.launch(stream, blocks, roles, layers, mapping, *bases, *steps, units)
+        values = blocks, roles, layers, mapping, *bases, *steps, units
+        plan.launch(stream, *values)
+        return plan.launch, *values
 
     def write_fingerprints(self, mapping: Array, keys: Array, stream: Stream) -> None:
         """The pattern into every token."""
