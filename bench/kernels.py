@@ -22,7 +22,7 @@ from bench.gpu import GIB, MIB, Bench, Times, bandwidth, latency, model_geometry
 
 KIB = 1 << 10
 TOKENS, T = 65_536, 32
-COPY_BAR, MOVE_BAR, FEW_BAR, LAUNCH_BAR = 0.93, 0.85, 1.15, 8.0
+COPY_BAR, MOVE_BAR, FEW_BAR = 0.93, 0.85, 1.15
 
 Results = Iterator[dict[str, Any]]
 
@@ -200,8 +200,7 @@ def bench_step_on_the_host(device: Any) -> Results:
         step = Step(bench)
         step.scatter(), step.map()
         for name in STEPS:
-            bar = LAUNCH_BAR if name in ("scatter", "append") else None
-            yield latency(f"host: {NAMES[name]}", bench.host(getattr(step, name)), bar=bar)
+            yield latency(f"host: {NAMES[name]}", bench.host(getattr(step, name)))
 
 
 def bench_ways_to_launch(device: Any) -> Results:

@@ -348,8 +348,9 @@ class Batch:
 
     def _mapping_of(self, group: int, operands: Sequence[Array]) -> Array:
         tokens = operands[0].shape[1]
-        if any(operand.shape[1] != tokens for operand in operands):
-            raise wrong("buffers", "the same number of tokens for each role", "different ones")
+        for operand in operands:
+            if operand.shape[1] != tokens:
+                raise wrong("buffers", "the same number of tokens for each role", "different ones")
         view = self._views.get((group, tokens))
         if view is None:
             if len(self._views) > 64:

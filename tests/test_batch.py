@@ -88,7 +88,7 @@ def test_the_table_on_the_device_follows_the_host():
 
 
 def test_addresses_never_change():
-    """A captured graph holds addresses: they outlive growth, closing, clearing and new sequences."""
+    """A captured graph holds addresses: they outlive growth, closing and new sequences."""
     m = typed_manager(slots=64, max_sequences=600)
     step = m.create_batch(4, 8)
 
@@ -182,10 +182,10 @@ def test_wrong_operands_are_refused():
 
 
 def run_on_another_stream(seed: int, *, forget: str | None = None) -> bool:
-    """Appends on a lent stream, frees, and lets a third stream take the page; whether all was right.
+    """Whether all is right if a lent stream reads, the page is freed and a third takes it.
 
-    `forget` leaves one wait out: of the lent stream for the owner, of the owner for the lent stream,
-    or of the new owner for the ticket.
+    `forget` leaves one wait out: of the lent stream for the owner, of the owner for the lent
+    stream, or of the new owner for the ticket.
     """
     device = HostDevice(deferred=True, seed=seed)
     m = typed_manager(slots=1, layers=1, dim=256, device=device)  # one slot

@@ -354,12 +354,17 @@ class CudaDevice(Device):
             self._launches[entry] = launch
         return launch
 
-    def upload(self, target: Array, values: NDArray[Any]) -> None:
-        """Copies into a dense array of equal size. BLOCKS for as long as that takes."""
+    def own_stream(self) -> Stream:
+        """A stream that only this device's own small copies use."""
         with self._lock:
             if self._own_stream is None:
                 self._own_stream = self.create_stream()
-            stream = _own(self._own_stream)
+            return self._own_stream
+
+    def upload(self, target: Array, values: NDArray[Any]) -> None:
+        """Copies into a dense array of equal size. BLOCKS for as long as that takes."""
+        with self._lock:
+            stream = _own(self.own_stream())
         self._uploads.send(values, target.data.ptr, stream)
         stream.synchronize()
 

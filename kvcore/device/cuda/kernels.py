@@ -183,18 +183,30 @@ def _sized(name: str, fields: Fields, units: tuple[int, ...] = UNITS) -> dict[st
     return {f"{name}_{unit}": fields for unit in units}
 
 
+def _for_tests() -> Source:
+    return Source(
+        "latch",
+        {"latch": LATCH_ARGS, "delay": DELAY_ARGS, "busy": BUSY_ARGS},
+        {"LatchArgs": LATCH_ARGS, "DelayArgs": DELAY_ARGS, "BusyArgs": BUSY_ARGS},
+    )
+
+
 def _sources() -> dict[str, Source]:
     tokens = {"TokenArgs": TOKEN_ARGS, "Pages": PAGES, "Place": PLACE, "Divider": DIVIDER}
     slots = {"SlotArgs": SLOT_ARGS, "Pool": POOL, "InlineSlotArgs": INLINE_SLOT_ARGS}
     whole = [
-        Source("append", {"append_flat_16": TOKEN_ARGS, **_sized("append", TOKEN_ARGS)}, tokens),
-        Source("gather", {"gather_flat_16": TOKEN_ARGS, **_sized("gather", TOKEN_ARGS)}, tokens),
+        *(
+            Source(name, {f"{name}_flat_16": TOKEN_ARGS, **_sized(name, TOKEN_ARGS)}, tokens)
+            for name in ("append", "gather")
+        ),
         Source(
             "copy_pages",
             _sized("copy_pages", SLOT_ARGS)
             | {"copy_pages_whole_16": SLOT_ARGS}
             | _sized("copy_pages_inline", INLINE_SLOT_ARGS),
             slots,
+            threads=64,
+            vectors=4,
         ),
         Source(
             "fill",
@@ -217,11 +229,7 @@ def _sources() -> dict[str, Source]:
             {"FingerArgs": FINGER_ARGS},
         ),
         Source("strided", _sized("copy_strided", STRIDED_ARGS), {"StridedArgs": STRIDED_ARGS}),
-        Source(
-            "latch",
-            {"latch": LATCH_ARGS, "delay": DELAY_ARGS, "busy": BUSY_ARGS},
-            {"LatchArgs": LATCH_ARGS, "DelayArgs": DELAY_ARGS, "BusyArgs": BUSY_ARGS},
-        ),
+        _for_tests(),
     ]
     return {source.name: source for source in whole}
 

@@ -74,10 +74,14 @@ class SlotWork:
                     grid = plan.chunks * size, 1, 1
                     plan.inline.with_ids(stream, *grid, part, at, 0, size, limit, pattern)
             else:
-                listed = self._device.empty(ids.shape, np.int32, stream=stream)
-                self._device.from_host(ids, listed, stream=stream)
+                # The ids travel on a stream of the device's own, while this one is still busy.
+                own = self._device.own_stream()
+                listed = self._device.empty(ids.shape, np.int32, stream=own)
+                self._device.from_host(ids, listed, stream=own)
+                stream.wait(own.record())
                 grid = plan.chunks * count, 1, 1
                 plan.staged(stream, *grid, listed.data.ptr, count, limit, pattern)
+                own.wait(stream.record())  # which then has its memory again
 
     def _plan(self, pools: Sequence[Pool]) -> SlotPlan:
         """The launches for these pools, made once."""

@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any, Final
 
 from cuda.bindings import driver
+from cuda.bindings.driver import cuEventQuery
 from cuda.core import Stream as CoreStream
 
 from kvcore.device.base import Event
@@ -43,11 +44,11 @@ class CudaEvent:
 
     def done(self) -> bool:
         if not self._passed:
-            try:
-                self._passed = self._native.is_done
-            except Exception as error:
-                again = driver.cuEventQuery(self._native.handle)
-                raise _told("cuEventQuery", again, error) from error
+            code = cuEventQuery(self._native.handle)[0]
+            if not code:
+                self._passed = True
+            elif code != NOT_READY:
+                raise failure("cuEventQuery", int(code))
         return self._passed
 
     def synchronize(self) -> None:

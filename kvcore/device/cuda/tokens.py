@@ -58,7 +58,8 @@ class TokenStack:
         self._slot_tokens = geometry.expansion * geometry.page_tokens
         self._bits = page_bits(geometry, [(m.base + offset, size) for m, size, offset in places])
         self._plans: dict[Any, TokenPlan] = {}
-        self._bound, self._last_key = Seen(), ()
+        self._bound = Seen()  # launches for arrays that came before
+        self._last_key: Any = None
         self._table = device.empty((len(places), 4), np.int64)
         self._num_slots = -1
         self.pool_resized(places[0][0], places[0][0].nbytes)
@@ -87,7 +88,7 @@ class TokenStack:
     def forget_plans(self) -> None:
         """Makes the next launches anew, with the tunings of then."""
         self._plans.clear()
-        self._bound, self._last_key = Seen(), ()
+        self._bound, self._last_key = Seen(), None
 
     def move(
         self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: Stream
