@@ -183,22 +183,9 @@ def _sized(name: str, fields: Fields, units: tuple[int, ...] = UNITS) -> dict[st
     return {f"{name}_{unit}": fields for unit in units}
 
 
-def _for_tests() -> Source:
-    return Source(
-        "latch",
-        {"latch": LATCH_ARGS, "delay": DELAY_ARGS, "busy": BUSY_ARGS},
-        {"LatchArgs": LATCH_ARGS, "DelayArgs": DELAY_ARGS, "BusyArgs": BUSY_ARGS},
-    )
-
-
-def _sources() -> dict[str, Source]:
-    tokens = {"TokenArgs": TOKEN_ARGS, "Pages": PAGES, "Place": PLACE, "Divider": DIVIDER}
+def _slot_sources() -> list[Source]:
     slots = {"SlotArgs": SLOT_ARGS, "Pool": POOL, "InlineSlotArgs": INLINE_SLOT_ARGS}
-    whole = [
-        *(
-            Source(name, {f"{name}_flat_16": TOKEN_ARGS, **_sized(name, TOKEN_ARGS)}, tokens)
-            for name in ("append", "gather")
-        ),
+    return [
         Source(
             "copy_pages",
             _sized("copy_pages", SLOT_ARGS)
@@ -216,6 +203,25 @@ def _sources() -> dict[str, Source]:
             {**slots, "WordArgs": WORD_ARGS},
             stream_stores=False,
         ),
+    ]
+
+
+def _for_tests() -> Source:
+    return Source(
+        "latch",
+        {"latch": LATCH_ARGS, "delay": DELAY_ARGS, "busy": BUSY_ARGS},
+        {"LatchArgs": LATCH_ARGS, "DelayArgs": DELAY_ARGS, "BusyArgs": BUSY_ARGS},
+    )
+
+
+def _sources() -> dict[str, Source]:
+    tokens = {"TokenArgs": TOKEN_ARGS, "Pages": PAGES, "Place": PLACE, "Divider": DIVIDER}
+    whole = [
+        *(
+            Source(name, {f"{name}_flat_16": TOKEN_ARGS, **_sized(name, TOKEN_ARGS)}, tokens)
+            for name in ("append", "gather")
+        ),
+        *_slot_sources(),
         Source(
             "scatter_table",
             {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},
