@@ -88,6 +88,13 @@ class Bench:
         """Times of single runs, each with nothing of its data in the cache."""
         return self._time(work, self._scrub, repeats, warmup, 1)
 
+    def behind(self, work: Callable[[], object], repeats: int = 50) -> Times:
+        """Times of single runs that were enqueued while the device was busy with something else.
+
+        For more data than any cache holds: nothing is scrubbed, and no host time is in between.
+        """
+        return self._time(work, self._lead, repeats, 5, 1)
+
     def warm(self, work: Callable[[], object], count: int = 50, repeats: int = 20) -> Times:
         """Time of one of `count` runs in a row, with the data in the cache."""
         return self._time(work, self._lead, repeats, 3, count)
