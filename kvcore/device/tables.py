@@ -15,6 +15,8 @@ from kvcore.plan import DirtyCells
 
 Int32 = NDArray[np.int32]
 
+MOST_VIEWS = 64  # buffers whose views are kept
+
 Launch = Callable[[NDArray[np.uint8], int, int, Stream], None]
 """Does a step's work with staged cells and words; see `kvcore.device.base.StepLaunch`."""
 
@@ -45,6 +47,7 @@ class DeviceTables:
         self._ready_rows = 0
         self._last: tuple[Stream, Event] | None = None
         self._leased: list[NDArray[np.uint8]] = []  # sent, not yet sealed
+        self._views: dict[int, tuple[NDArray[np.uint8], NDArray[np.int64], Int32]] = {}
         self.array: Array = self._memory.array(np.int32, host.shape)
         self.by_group: Array = self.array.transpose(1, 0, 2)
 
@@ -68,12 +71,24 @@ class DeviceTables:
         index = dirty[0].index if len(dirty) == 1 else _join(dirty)
         count, size = index.size, words.size
         buffer = self._ring.lease(8 + 12 * count + 4 * size)
-        cells, its_index, values, its_words = staged_parts(buffer, count, size)
-        cells[0], its_index[:], its_words[:] = count, index, words
-        self._cells.take(index, out=values, mode="clip")  # clip: no bounce buffer
+        wide, narrow = self._views_of(buffer)
+        middle, end = 2 + 2 * count, 2 + 3 * count  # as `staged_parts` says
+        wide[0], wide[1 : count + 1] = count, index
+        narrow[end : end + size] = words
+        self._cells.take(index, out=narrow[middle:end], mode="clip")  # clip: no bounce buffer
         self._leased.append(buffer)
         (launch or self._cells_only)(buffer, count, size, stream)
         dirty.clear()
+
+    def _views_of(self, buffer: NDArray[np.uint8]) -> tuple[NDArray[np.int64], Int32]:
+        """A buffer's whole quadwords and words; making views anew costs more than filling them."""
+        known = self._views.get(id(buffer))
+        if known is None or known[0] is not buffer:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            whole = buffer[: buffer.nbytes & -8]
+            known = self._views[id(buffer)] = buffer, whole.view(np.int64), whole.view(np.int32)
+        return known[1], known[2]
 
     def _cells_only(
         self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream
@@ -115,6 +130,7 @@ class DeviceTables:
 
     def close(self) -> None:
         """Unmaps the table and drops the buffers. The caller has synchronised."""
+        self._views.clear()
         self._ring.close()
         self._memory.close()
 
