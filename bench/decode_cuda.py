@@ -45,7 +45,7 @@ def cuda_case(device: Any, name: str, *, before: str, clocked: str, **more: Any)
         fn=lambda _: step.run(clocked),
         setup=ready,
         calls=LARGE.calls,
-        warmup=WARMUP - 2,  # two are taken to count the launches
+        warmup=WARMUP - 4,  # four are taken to count the launches
         meta={"layers": LARGE.layers, "bytes": 2 * new.nbytes},
         close=closer(step.manager, step.caches),
         **more,
@@ -53,8 +53,9 @@ def cuda_case(device: Any, name: str, *, before: str, clocked: str, **more: Any)
 
 
 def launches(case: Case) -> Result:
-    """How many kernels a step enqueues once the first has filled new rows of the table."""
-    case.fn(case.setup() if case.setup else None)
+    """How many kernels a step enqueues, once the first ones have met every staging buffer."""
+    for _ in range(3):
+        case.fn(case.setup() if case.setup else None)
     ready = case.setup() if case.setup else None
     count = count_launches(lambda: case.fn(ready))
     return Result(
@@ -67,20 +68,25 @@ def launches(case: Case) -> Result:
 
 
 def count_launches(work: Callable[[], object]) -> int:
-    """Launches that `work` asks the driver for."""
-    from kvcore.device.cuda import launch
+    """Kernels that `work` asks the driver for: alone, or as the graph of a step, which has two."""
+    from kvcore.device.cuda import graphs, launch
 
     count = 0
-    original = launch.cuLaunchKernel
+    alone, together = launch.cuLaunchKernel, graphs.cuGraphLaunch
 
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        return original(*args)
+        return alone(*args)
 
-    launch.cuLaunchKernel = counted
+    def counted_graph(*args: Any) -> Any:
+        nonlocal count
+        count += 2
+        return together(*args)
+
+    launch.cuLaunchKernel, graphs.cuGraphLaunch = counted, counted_graph
     try:
         work()
     finally:
-        launch.cuLaunchKernel = original
+        launch.cuLaunchKernel, graphs.cuGraphLaunch = alone, together
     return count

@@ -94,7 +94,7 @@ class Registry:
             bad = next(i for i, kv in enumerate(kv_caches) if kv._runtime is not runtime)
             raise wrong(f"kv_caches[{bad}]", "a cache of this manager", kv_caches[bad])
         sequences = np.fromiter(mine, np.intp, count)
-        if count and int(sequences.min()) < 0:
+        if np.count_nonzero(sequences < 0):
             bad = int(np.argmin(sequences))
             raise wrong(f"kv_caches[{bad}]", "an open KVCache", kv_caches[bad])
         twice = self._seqs.first_duplicate(sequences)
