@@ -62,7 +62,7 @@ def verdict(results: Iterable[Result], errors: Mapping[str, str], *, check: bool
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser("bench", description="Benchmarks of kvcore.")
+    parser = argparse.ArgumentParser("kvcore bench", description="Benchmarks of kvcore.")
     choices = [*SUITES, "all"]
     parser.add_argument(
         "suites", nargs="*", metavar="SUITE", help=f"{', '.join(choices)}; all by default"

@@ -157,6 +157,8 @@ class Step:
         self.index[:], self.value[:], self.staged[:] = np.arange(16) * 37, 3, words.reshape(-1)
         self.src, self.dst = np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32)
         self.pools = [(self.memory, page)]
+        self.keys = bench.put(np.arange(rows, dtype=np.int64))
+        self.bad = bench.put(np.zeros(rows, np.int32))
         self.first = self.by_group[0]
 
     def scatter(self) -> None:
@@ -181,8 +183,19 @@ class Step:
     def copy(self) -> None:
         self.device.copy_pages(self.pools, self.src, self.dst, stream=self.stream)
 
+    def fill(self) -> None:
+        self.device.fill_pages(self.pools, self.dst, 0xFF, stream=self.stream)
 
-STEPS = ("scatter", "map", "append", "gather", "take", "copy")
+    def write(self) -> None:
+        self.device.write_fingerprints(self.stack, self.placed, self.keys, stream=self.stream)
+
+    def verify(self) -> None:
+        self.device.verify_fingerprints(
+            self.stack, self.placed, self.keys, self.bad, stream=self.stream
+        )
+
+
+STEPS = ("scatter", "map", "append", "gather", "take", "copy", "fill", "write", "verify")
 NAMES = {
     "scatter": "scatter_table, 16 cells and 768 words",
     "map": "map_tokens, 256 rows",
@@ -190,6 +203,9 @@ NAMES = {
     "gather": "gather, the same",
     "take": "take_rows, 256 rows of 1,024",
     "copy": "copy_pages, 4 pages of 128 KiB",
+    "fill": "fill_pages, 4 pages of 128 KiB",
+    "write": "write_fingerprints, 256 tokens of 8x128 16-bit, K and V",
+    "verify": "verify_fingerprints, the same",
 }
 
 

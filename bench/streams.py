@@ -97,6 +97,8 @@ def bench_events(device: Any) -> Results:
         rival = bench.host(lambda: taken.wait_event(theirs))
         yield latency("host: wait", wait, "CuPy's wait_event", rival, WAIT_BAR)
         yield latency("host: record and done", bench.host(lambda: stream.record().done()))
+        hand_over = bench.warm(lambda: (other.wait(stream.record()), stream.wait(other.record())))
+        yield latency("device: to another stream and back", hand_over)
         cupy_stream = cupy.cuda.Stream(non_blocking=True)
         yield latency("host: stream of CuPy", bench.host(lambda: device.stream(cupy_stream)))
         other.synchronize()

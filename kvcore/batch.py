@@ -27,7 +27,7 @@ class Batch:
 
     A step is an uncaptured `prepare`, and operations that may lie in a CUDA graph captured on
     prepare's stream. Operations come one after the other, also on different streams. A step is void
-    once a member was closed, suspended or cut, or its beams changed; growth does not matter.
+    once a member was closed or suspended, lost blocks, or got other beams; growth does not matter.
 
     Rows go cache by cache and beam by beam; tokens go row by row. Rows and tokens beyond the
     present ones are padding: they map to -1 and touch no page, so a graph captured over
@@ -319,8 +319,8 @@ class Batch:
         with runtime.lock:
             if (seqs.version[step.sequences] != step.versions).any():
                 raise StateError(
-                    "a sequence of this step was closed, suspended or cut, or its beams changed, "
-                    "since prepare(); prepare the step again"
+                    "a sequence of this step was closed or suspended, lost blocks, or its beams "
+                    "changed since prepare(); prepare the step again"
                 )
             if on is not step.last:
                 on.wait(step.last.record())

@@ -35,11 +35,14 @@ class BoundRows:
         self.refresh(sequence)
 
     def unbind(self, sequence: int, beam: int, layer_group: int, keep: Int32 | None = None) -> None:
-        """Fills the bound row with `NO_SLOT`, unless it is `keep`, and lets go of it."""
+        """Fills the bound row with `NO_SLOT`, unless it is `keep`, and lets go of it.
+
+        A row that its owner made read-only meanwhile stays as it is.
+        """
         row = self._rows.get(sequence, {}).pop((beam, layer_group), None)
-        if row is not None and row is not keep:
-            row[:] = NO_SLOT
         self._bound(sequence)
+        if row is not None and row is not keep and row.flags.writeable:
+            row[:] = NO_SLOT
 
     def release(self, sequence: int, first_beam: int = 0) -> None:
         """Unbinds every row of beams from `first_beam` on."""
@@ -47,7 +50,7 @@ class BoundRows:
             self.unbind(sequence, beam, group)
 
     def check(self, sequences: Index, blocks: Int32) -> None:
-        """Raises `ValueError` if a bound row cannot take `blocks[i]` blocks."""
+        """Raises `ValueError` if a bound row is too short for `blocks[i]` blocks or read-only."""
         bound = self._seqs.block_bound[sequences]
         for i in np.flatnonzero(bound < NO_LIMIT).tolist():
             if blocks[i] > bound[i]:

@@ -23,8 +23,6 @@ NO_SLOT: Final = SlotId(-1)
 NO_TICKET: Final = Ticket(0)
 """A moment that has already passed: nothing to wait for."""
 
-GPU_LEVEL: Final = CacheLevel(0)
-
 
 class CacheTier(IntEnum):
     """The kind of memory behind a cache level."""

@@ -199,7 +199,7 @@ class KVCacheManager(PoolQueries):
         with runtime.lock:
             plain = history is None and type(n) is int
             if plain and isinstance(kv_caches, list) and len(kv_caches) == 1:
-                return self._advance_one(kv_caches[0], int(n))  # type: ignore[arg-type]
+                return self._advance_one(kv_caches, int(n))  # type: ignore[arg-type]
             sequences = runtime.enter_with(kv_caches)
             if not sequences.size:
                 return True
@@ -217,10 +217,9 @@ class KVCacheManager(PoolQueries):
                 seqs.history[sequences] = new_history
             return True
 
-    def _advance_one(self, kv_cache: KVCache, n: int) -> bool:
+    def _advance_one(self, kv_caches: list[KVCache], n: int) -> bool:
         runtime = self._runtime
-        runtime.enter()
-        sequence = runtime.handles.active(kv_cache)
+        sequence = runtime.enter_with(kv_caches).item()
         if not 0 <= n <= LONGEST:
             raise wrong("n", f"a value in [0, {LONGEST}]", n)
         seqs = runtime.control.seqs
@@ -345,9 +344,11 @@ class KVCacheManager(PoolQueries):
                 count = len(runtime.handles)
                 caches = "KV caches are" if count > 1 else "KV cache is"
                 raise StateError(f"shutdown: {count} {caches} still open; close first")
-            runtime.close()
-            if self._owns_device:
-                self.device.close()
+            try:
+                runtime.close()
+            finally:
+                if self._owns_device:
+                    self.device.close()
 
 
 def _check_history(new: int | Int32, old: Int32, capacity: Int32) -> None:

@@ -68,18 +68,24 @@ class Registry:
 
     def remembered(self, kv_caches: Iterable[KVCache]) -> Index | None:
         """The sequence numbers of the last batch, if that is what `kv_caches` is."""
-        if kv_caches == self._batch and not self._dropped:  # identities: handles have no __eq__
-            return self._batch_sequences
-        return None
+        if kv_caches.__class__ is not list or not self._batch or self._dropped:
+            return None
+        try:
+            same = kv_caches == self._batch  # identities: handles have no __eq__
+        except ValueError:  # an array among them: looking them up says what is wrong
+            return None
+        return self._batch_sequences if same else None
 
     def resolve(self, kv_caches: Iterable[KVCache]) -> Index:
         """The sequence numbers of distinct active handles of this manager, then remembered."""
-        handles = as_list(kv_caches)
+        handles = as_list(kv_caches)  # the caller's own list may change
         sequences = self.numbers_of(handles)
         active = self._seqs.active[sequences]
         if np.count_nonzero(active) != active.size:
             bad = int(np.argmin(active))
-            raise _inactive(bad, handles[bad])
+            raise wrong(
+                f"kv_caches[{bad}]", "an active KVCache", handles[bad], "resume() or leave it out"
+            )
         self._batch, self._batch_sequences = handles, sequences
         return sequences
 
@@ -102,15 +108,6 @@ class Registry:
             raise wrong("kv_caches", "distinct caches", f"sequence {twice} more than once")
         return sequences
 
-    def active(self, kv_cache: KVCache) -> int:
-        """The sequence number of one active handle."""
-        if getattr(kv_cache, "_runtime", None) is not self._runtime:
-            self.numbers_of([kv_cache])  # says what is wrong with it
-        sequence = kv_cache._sequence
-        if sequence < 0 or not self._seqs.active.item(sequence):
-            raise _inactive(0, kv_cache)
-        return sequence
-
     def still_open(self, kv_caches: Iterable[KVCache]) -> list[KVCache]:
         """The distinct handles that are open; raises for anything that is no handle of ours."""
         distinct = list({id(kv): kv for kv in as_list(kv_caches)}.values())
@@ -128,7 +125,3 @@ def as_list(kv_caches: Iterable[KVCache]) -> list[KVCache]:
 
 def _no_handles(kv_caches: list[KVCache]) -> TypeError:
     return wrong_type("kv_caches", "KVCache handles", kv_caches)
-
-
-def _inactive(place: int, kv_cache: KVCache) -> ValueError:
-    return wrong(f"kv_caches[{place}]", "an active KVCache", kv_cache, "resume() or leave it out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvcore.device.tables import DeviceTables
 from kvcore.errors import StateError, wrong
 from kvcore.ids import NO_TICKET
 from kvcore.plan import PageCopies
-from kvcore.registry import Registry, as_list
+from kvcore.registry import Registry
 from kvcore.stacks import PageStacks
 from kvcore.streams import Streams
 
@@ -69,7 +70,10 @@ class Runtime:
         self.closed = False
 
     def enter(self) -> None:
-        """The door of every call: refuses a shut-down manager, closes what was dropped."""
+        """The door of every call: refuses a shut-down manager, closes what was dropped.
+
+        Also lets go of the last batch, and keeps changes that nobody sends from piling up.
+        """
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
         self.handles.forget_batch()
@@ -85,8 +89,7 @@ class Runtime:
     def enter_with(self, kv_caches: Iterable[KVCache]) -> Index:
         """The door of calls on a batch: the sequence numbers of its distinct active handles."""
         sequences = self.handles.remembered(kv_caches)
-        if sequences is None:
-            kv_caches = kv_caches if isinstance(kv_caches, list) else as_list(kv_caches)
+        if sequences is None or len(self.control.seqs.dirty) > MOST_CHANGES:
             self.enter()
             sequences = self.handles.resolve(kv_caches)
         return sequences
@@ -126,6 +129,8 @@ class Runtime:
 
     def shrink(self, sequences: Index, blocks: Int32) -> None:
         """Frees the blocks from `blocks[i]` on; later owners wait for each sequence's stream."""
+        if self.bound_rows:
+            self.bound_rows.check(sequences, blocks)
         for part, ticket in self.streams.moments(sequences):  # all recorded before the first cut
             self.control.shrink(sequences[part], blocks[part], ticket)
         if self.bound_rows:
@@ -180,12 +185,12 @@ class Runtime:
         return self.tables
 
     def close(self) -> None:
-        """Waits for the device and gives the memory back."""
-        try:
-            self.device.synchronize()
-        finally:
-            self.closed = True
-            if self.tables is not None:
-                self.tables.close()
+        """Waits for the device and gives the memory back, whatever of it fails."""
+        self.closed = True
+        self.handles.forget_batch()
+        with ExitStack() as stack:
             for memory in (memory for group in self.pools for memory in group):
-                memory.close()
+                stack.callback(memory.close)
+            if self.tables is not None:
+                stack.callback(self.tables.close)
+            self.device.synchronize()

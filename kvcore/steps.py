@@ -43,7 +43,9 @@ class UsualAppend(NamedTuple):
         self, layers: int | Sequence[int], buffers: Mapping[str, Any], num_tokens: int
     ) -> bool:
         """Whether that append is of this kind."""
-        if layers != self.layers or num_tokens != self.num_tokens or list(buffers) != self.roles:
+        if layers.__class__ is not self.layers.__class__ or layers != self.layers:
+            return False
+        if num_tokens != self.num_tokens or list(buffers) != self.roles:
             return False
 
         for array in buffers.values():

@@ -30,9 +30,7 @@ class Streams:
         self, device: Device, seqs: SequenceTable, fences: Fences, default: Stream | None
     ) -> None:
         self.default = default
-        self.changes = (
-            0  # rises when a loan begins or ends: a batch then looks whether it has its own
-        )
+        self.changes = 0  # rises when a loan begins or ends
         self._device, self._seqs, self._fences = device, seqs, fences
         self._known: list[Stream | None] = [None]
         self._lent: dict[int, Stream] = {}

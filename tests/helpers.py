@@ -36,11 +36,12 @@ def typed_manager(
     heads: int = 2,
     dim: int = 8,
     layout: str = "NHD",
+    dtype: str = "float32",
     device: Any = "host",
     **settings: Any,
 ) -> k.KVCacheManager:
-    """Typed float32 keys and values; about `slots` slots."""
-    size = T * heads * dim * 4
+    """Typed keys and values; about `slots` slots."""
+    size = T * heads * dim * k.config.itemsize_bits(dtype) // 8
     config = k.KVCacheManagerConfig(
         tokens_per_block=T,
         cache_tiers=[k.GpuCacheTierConfig(quota=-(-slots * 2 * layers * size // 4096) * 4096)],
@@ -49,7 +50,7 @@ def typed_manager(
                 layer_id=i,
                 buffers=[
                     k.BufferConfig(
-                        role=r, size=size, dtype="float32", shape=(heads, dim), layout=layout
+                        role=r, size=size, dtype=dtype, shape=(heads, dim), layout=layout
                     )
                     for r in ("key", "value")
                 ],

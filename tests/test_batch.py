@@ -241,3 +241,40 @@ def test_changes_nobody_sends_do_not_pile_up():
     step.prepare([kv], 9)
     assert device.to_host(step.page_table(0), stream=kv.stream).tolist() == [row(kv)]
     assert not seqs.dirty
+
+
+def layerwise(*values: float) -> np.ndarray:
+    return np.array(values, np.float32).reshape(-1, 1, 1, 1)
+
+
+def test_an_append_that_looks_like_the_last_one_is_checked_all_the_same():
+    m = typed_manager(layers=2, slots=32)
+    (kv,) = opened(m, 12)
+    step = m.create_batch(2, 8)
+    step.prepare([kv], 4)
+    good = np.ones((2, 4, H, D), np.float32)
+    layers = [0, 1]
+    step.append(layers, {"key": good, "value": 2 * good})
+    step.append(layers, {"value": 4 * good, "key": 3 * good})  # roles in another order
+    step.append((1, 0), {"key": good * layerwise(5, 6), "value": good})  # other layers
+    keys, values = step.gather([0, 1])
+    assert (keys[:, 0, 0, 0].tolist(), values[:, 0, 0, 0].tolist()) == ([6, 5], [1, 1])
+    for wrong, error in (
+        ({"key": good[:, :3], "value": good[:, :3]}, ValueError),
+        ({"key": good, "value": good.astype(np.float64)}, TypeError),
+        ({"key": good.tolist(), "value": good}, TypeError),
+        ({"key": good}, None),
+    ):
+        if error is None:
+            step.append([0, 1], wrong)
+        else:
+            with pytest.raises(error):
+                step.append([0, 1], wrong)
+    with pytest.raises(TypeError):
+        step.append(np.array([0, 1]), {"key": good, "value": good})
+    layers.reverse()  # the caller's own list
+    step.append(layers, {"key": good * layerwise(7, 8), "value": good})
+    assert step.gather([0, 1])[0][:, 0, 0, 0].tolist() == [8, 7]
+    step.prepare([kv], 3, start=4)
+    with pytest.raises(ValueError, match="key"):
+        step.append([0, 1], {"key": good, "value": good})

@@ -109,3 +109,65 @@ def test_tables_larger_than_any_memory_are_only_addresses():
     assert row(kv) == [0]
     with pytest.raises(k.OutOfMemoryError, match="max_rows"):
         opaque_manager(slots=1 << 20, device="meta", max_rows=1 << 50)
+
+
+def test_the_remembered_batch_does_not_open_a_closed_manager():
+    m = opaque_manager()
+    step = m.create_batch(1, 1)
+    m.shutdown()
+    for call in (
+        lambda: m.advance([], 1),
+        lambda: m.slot_mapping([]),
+        lambda: m.truncate([], []),
+        lambda: step.prepare([]),
+    ):
+        with pytest.raises(k.StateError, match="shut down"):
+            call()
+
+
+def test_changes_of_the_same_batch_do_not_pile_up():
+    """Speculation grows and cuts the same caches; an engine with its own table never prepares."""
+    m = opaque_manager(slots=64)
+    caches = opened(m, 1, 1)
+    for _ in range(3_000):
+        assert m.advance(caches, 8)
+        m.truncate(caches, [1, 1])
+    assert len(m._runtime.control.seqs.dirty) <= 1_100
+
+
+def test_arrays_among_the_handles_are_named():
+    m = opaque_manager()
+    a, b = opened(m, 1, 1)
+    assert m.advance([a, b], 1)
+    assert m.advance(np.array([a, b], object), 1)
+    with pytest.raises(TypeError, match="kv_caches"):
+        m.advance([np.array([1, 2]), b], 1)
+    assert (a.capacity, b.capacity) == (3, 3)
+
+
+def test_a_bound_row_that_was_made_read_only_refuses_changes_and_is_let_go():
+    m = opaque_manager()
+    (kv,) = opened(m, 16)
+    mine = np.zeros(8, np.int32)
+    kv.set_base_page_index_buf(0, 0, mine)
+    mine.flags.writeable = False
+    for change in (lambda: kv.resize(4), lambda: kv.resize(20), lambda: m.truncate([kv], [4])):
+        with pytest.raises(ValueError, match="read-only"):
+            change()
+        assert (kv.capacity, kv.num_blocks, used(m)) == (16, 4, 4)
+    before = mine.tolist()
+    kv.suspend()
+    assert mine.tolist() == before
+    assert kv.resume()
+    assert kv.resize(40)  # nothing is bound any more
+
+
+def test_a_shutdown_that_fails_gives_everything_back_all_the_same(monkeypatch):
+    m = opaque_manager()
+    closed = []
+    monkeypatch.setattr(m.device, "synchronize", lambda: (_ for _ in ()).throw(OSError("made up")))
+    monkeypatch.setattr(m.device, "close", lambda: closed.append(m.device))
+    with pytest.raises(OSError, match="made up"):
+        m.shutdown()
+    assert closed == [m.device]
+    assert m.get_quota() == 0

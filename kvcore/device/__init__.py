@@ -82,10 +82,15 @@ def _is_ours(error: ImportError) -> bool:
 
 def _open_cuda(index: int | None) -> Device:
     try:
-        from kvcore.device.cuda import CudaDevice
+        from kvcore.device.cuda import CudaDevice, device_count
     except ImportError as error:
         if _is_ours(error):
             raise
         text = f'device="cuda" needs CuPy and cuda-python: pip install "kvcore[cuda12]" ({error})'
         raise ImportError(text, name=error.name) from error
+    count = device_count()
+    if (index or 0) >= count:
+        asked = "cuda" if index is None else f"cuda:{index}"
+        there = f"the driver shows {count} of them" if count else "there is none, or no driver"
+        raise wrong("device", "a GPU that is there", asked, f'{there}; use "host" or "auto"')
     return CudaDevice(index)

@@ -119,3 +119,21 @@ def check_geometry(geometry: PageGeometry) -> None:
     last = (g.page_tokens - 1) * g.token_stride + (g.heads - 1) * g.head_stride
     if last + g.dim * g.itemsize > g.page_bytes:
         raise wrong("geometry", f"tokens that end within page_bytes={g.page_bytes}", g)
+
+
+class _Described:
+    """Stands in a message for a value whose own text would be too long."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def described(values: object) -> object:
+    """An array by its type, dtype and shape, for messages; anything else as it is."""
+    dtype, shape = getattr(values, "dtype", None), getattr(values, "shape", None)
+    if dtype is None or shape is None:
+        return values
+    return _Described(f"{type(values).__qualname__} of {dtype} {tuple(shape)}")

@@ -21,6 +21,7 @@ from kvcore.device.checks import (
     check_ids,
     check_places,
     check_tokens,
+    described,
 )
 from kvcore.device.hostmemory import POISON, HostMemory, MetaMemory, check_reserve
 from kvcore.device.simulated import SimulatedStream, Simulator
@@ -132,8 +133,9 @@ class HostDevice(Device):
                 return np.from_dlpack(values)
         except (BufferError, RuntimeError, ValueError, TypeError) as error:
             text = "an array in host memory that NumPy can view"
-            raise wrong_type("values", text, values, str(error)) from error
-        raise wrong_type("values", "a NumPy array, or one with DLPack, in host memory", values)
+            raise wrong_type("values", text, described(values), str(error)) from error
+        text = "a NumPy array, or one with DLPack, in host memory"
+        raise wrong_type("values", text, described(values))
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         whole = np.empty(nbytes + ALIGNMENT, np.uint8)

@@ -15,7 +15,7 @@ from kvcore.plan import DirtyCells
 
 Int32 = NDArray[np.int32]
 
-MOST_VIEWS = 64  # buffers whose views are kept
+MOST_VIEWS = 8  # buffers whose views are kept
 
 Launch = Callable[[NDArray[np.uint8], int, int, Stream], None]
 """Does a step's work with staged cells and words; see `kvcore.device.base.StepLaunch`."""

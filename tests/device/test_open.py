@@ -14,9 +14,9 @@ from kvcore.device.host import HostDevice, MetaDevice
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """A CUDA package with two GPUs that only says which one was opened."""
+    """A CUDA package with many GPUs that only says which one was opened."""
     module = ModuleType("kvcore.device.cuda")
-    module.device_count = lambda: 2
+    module.device_count = lambda: 16
     module.CudaDevice = lambda index: ("cuda", index)
     monkeypatch.setitem(sys.modules, "kvcore.device.cuda", module)
     monkeypatch.setattr(kvcore.device, "find_spec", lambda name: name)
@@ -34,6 +34,21 @@ class Unimportable(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         raise ModuleNotFoundError(f"No module named {self.missing!r}", name=self.missing)
+
+
+@pytest.mark.parametrize(
+    ("count", "spec", "said"),
+    [
+        (0, "cuda", "'cuda'; there is none, or no driver"),
+        (0, "cuda:0", "'cuda:0'; there is none, or no driver"),
+        (2, "cuda:2", "'cuda:2'; the driver shows 2 of them"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_one_clear_error(fake_cuda, count, spec, said):
+    fake_cuda.device_count = lambda: count
+    with pytest.raises(ValueError, match=said):
+        open_device(spec)
+    assert open_device("cuda:1" if count else "auto")
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import cupy
 import numpy as np
 import pytest
 
+from kvcore.device.base import PageGeometry
 from kvcore.device.cuda import tokens
 from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS
+from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
 from tests.device.harness import Rig, Stack, buffer_bytes, geometry
 from tests.emulated import driver
@@ -204,3 +206,37 @@ def test_the_latch_and_the_delay_run(rig):
     out = rig.put(np.zeros(128, np.float32))
     rig.device.launch("latch", "busy")(rig.stream, 1, 1, 1, out.data.ptr, 3)
     assert rig.get(out)[0] > 0
+
+
+def count_launches_made(monkeypatch) -> list[str]:
+    made: list[str] = []
+    init = Launch.__init__
+
+    def counted(self, context, name, *rest):
+        made.append(name)
+        init(self, context, name, *rest)
+
+    monkeypatch.setattr(Launch, "__init__", counted)
+    return made
+
+
+def test_launches_are_bound_to_arrays_that_come_again_and_to_no_others(rig, monkeypatch):
+    geometry = PageGeometry(
+        page_tokens=4, page_bytes=128, expansion=1, heads=2, dim=4, itemsize=4, token_stride=32,
+        head_stride=16,
+    )  # fmt: skip
+    pool = rig.pool(256, 8)
+    places = [(pool.memory, 256, 128 * role) for role in range(2)]
+    stack = rig.device.page_stack(places, 2, geometry)
+    mapping = rig.put(np.array([[1, 0], [2, 3]], np.int32))
+    same = [rig.put(np.ones((1, 2, 2, 4), np.float32)) for _ in range(2)]
+    rig.device.append(stack, mapping, same, stream=rig.stream)
+    made = count_launches_made(monkeypatch)
+    for _ in range(20):
+        rig.device.append(stack, mapping, same, stream=rig.stream)
+    assert len(made) == 1
+    for _ in range(20):
+        views = [array[0][None] for array in same]  # new objects, perhaps at old places
+        rig.device.append(stack, mapping, views, stream=rig.stream)
+        del views
+    assert len(made) <= 2

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvcore.device.base import (
     Array,
     Device,
+    Event,
     Int32,
     Int64,
     Memory,
@@ -112,6 +113,7 @@ class CudaDevice(Device):
             for source in self._sources.values():
                 if source.name not in FOR_TESTS:
                     launching.load(self.index, source)
+        self.listed: deque[tuple[Array, Event]] = deque()  # ids sent, and when they were read
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
@@ -318,6 +320,7 @@ class CudaDevice(Device):
                     stream.blocks.clear()
             self._own_stream = None
             self._recent.clear()
+            self.listed.clear()
             self._events.clear()
         self.graveyard.drain()
 

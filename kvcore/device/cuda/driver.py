@@ -13,7 +13,6 @@ from cuda.bindings import driver
 from kvcore.errors import DriverError, OutOfMemoryError, StateError, wrong
 
 OUT_OF_MEMORY: Final = int(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-NO_DEVICE: Final = int(driver.CUresult.CUDA_ERROR_NO_DEVICE)
 
 
 def check(call: str, result: tuple[Any, ...]) -> Any:

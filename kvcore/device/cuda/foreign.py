@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 
 from kvcore.device.base import Array
+from kvcore.device.checks import described
 from kvcore.device.cuda.blocks import view
 from kvcore.errors import wrong_type
 
@@ -55,7 +56,7 @@ def _from_dlpack(values: object) -> Array:
     try:
         return cupy.from_dlpack(values)
     except (BufferError, RuntimeError, ValueError, TypeError) as error:
-        raise wrong_type("values", EXPECTED, values, str(error)) from error
+        raise wrong_type("values", EXPECTED, described(values), str(error)) from error
 
 
 def _elsewhere(values: object, device_id: int) -> TypeError:

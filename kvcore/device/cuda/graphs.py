@@ -35,9 +35,12 @@ class Graph:
             check("cuStreamBeginCapture", driver.cuStreamBeginCapture(stream.native, THREAD_LOCAL))
             try:
                 work(stream)
-            finally:  # also a capture that failed must be ended
-                ended = driver.cuStreamEndCapture(stream.native)
-            graph = check("cuStreamEndCapture", ended)
+            except BaseException:  # also a capture that failed must be ended
+                error, graph = driver.cuStreamEndCapture(stream.native)
+                if not error:
+                    driver.cuGraphDestroy(graph)
+                raise
+            graph = check("cuStreamEndCapture", driver.cuStreamEndCapture(stream.native))
             try:
                 self._native = check("cuGraphInstantiate", driver.cuGraphInstantiate(graph, 0))
             finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.device.base import Array
 from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS, divider, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
@@ -64,24 +65,56 @@ class SlotWork:
         limit = min(memory.nbytes // slot_bytes for memory, slot_bytes in pools)
         limit = min(limit, 2**31 - 1)  # ids are int32
         inline = count <= MAX_INLINE or stream.is_capturing()
-        for first in range(0, len(pools), MAX_POOLS):
-            plan = self._plan(pools[first : first + MAX_POOLS])
-            if inline:
-                for start in range(0, count, MAX_INLINE):
-                    part = ids[:, start : start + MAX_INLINE]
-                    size = part.shape[1]
-                    at = plan.ids[: len(part), :size]
-                    grid = plan.chunks * size, 1, 1
-                    plan.inline.with_ids(stream, *grid, part, at, 0, size, limit, pattern)
-            else:
-                # The ids travel on a stream of the device's own, while this one is still busy.
-                own = self._device.own_stream()
-                listed = self._device.empty(ids.shape, np.int32, stream=own)
-                self._device.from_host(ids, listed, stream=own)
-                stream.wait(own.record())
-                grid = plan.chunks * count, 1, 1
-                plan.staged(stream, *grid, listed.data.ptr, count, limit, pattern)
-                own.wait(stream.record())  # which then has its memory again
+        if not inline:
+            listed, room = self._send(ids, stream)
+        try:
+            for first in range(0, len(pools), MAX_POOLS):
+                plan = self._plan(pools[first : first + MAX_POOLS])
+                if inline:
+                    self._inline(plan, ids, limit, pattern, stream)
+                else:
+                    grid = plan.chunks * count, 1, 1
+                    plan.staged(stream, *grid, listed.data.ptr, count, limit, pattern)
+        finally:
+            if not inline:
+                self._device.listed.append((room, stream.record()))
+
+    @staticmethod
+    def _inline(plan: SlotPlan, ids: Ids, limit: int, pattern: int, stream: CudaStream) -> None:
+        """Ids in the launch arguments, so many at a time as fit."""
+        for start in range(0, ids.shape[1], MAX_INLINE):
+            part = ids[:, start : start + MAX_INLINE]
+            size = part.shape[1]
+            at = plan.ids[: len(part), :size]
+            grid = plan.chunks * size, 1, 1
+            plan.inline.with_ids(stream, *grid, part, at, 0, size, limit, pattern)
+
+    def _send(self, ids: Ids, stream: CudaStream) -> tuple[Array, Array]:
+        """The ids on the device, and the array they lie in, which is used again once it is free.
+
+        They travel on a stream of the device's own, while this one may still be busy.
+        """
+        own = self._device.own_stream()
+        room = self._unread(ids.size)
+        if room is None:
+            size = 1 << (ids.size - 1).bit_length()
+            room = self._device.empty(size, np.int32, stream=own)
+        listed = room[: ids.size].reshape(ids.shape)
+        self._device.from_host(ids, listed, stream=own)
+        stream.wait(own.record())
+        return listed, room
+
+    def _unread(self, size: int) -> Array | None:
+        """The array used longest ago, if nothing reads it any more and it is large enough."""
+        listed = self._device.listed
+        try:
+            room, read = listed.popleft()
+        except IndexError:
+            return None
+        if not read.done():
+            listed.appendleft((room, read))
+            return None
+        return room if room.size >= size else None
 
     def _plan(self, pools: Sequence[Pool]) -> SlotPlan:
         """The launches for these pools, made once."""

@@ -59,7 +59,7 @@ class TokenStack:
         self._bits = page_bits(geometry, [(m.base + offset, size) for m, size, offset in places])
         self._plans: dict[Any, TokenPlan] = {}
         self._bound = Seen()  # launches for arrays that came before
-        self._last_key: Any = None
+        self._last = Seen()  # the arrays of the call before
         self._table = device.empty((len(places), 4), np.int64)
         self._num_slots = -1
         self.pool_resized(places[0][0], places[0][0].nbytes)
@@ -88,7 +88,7 @@ class TokenStack:
     def forget_plans(self) -> None:
         """Makes the next launches anew, with the tunings of then."""
         self._plans.clear()
-        self._bound, self._last_key = Seen(), None
+        self._bound, self._last = Seen(), Seen()
 
     def move(
         self, source: str, name: str, mapping: Array, arrays: Sequence[Array], stream: Stream
@@ -110,16 +110,18 @@ class TokenStack:
                 array.__class__ is not cupy.ndarray
                 or array.shape != shape
                 or array.itemsize != itemsize
+                or array.data.device_id != self._device.index
             ):
                 right = False
         if not right:  # or a subclass of CuPy's array
             check_tokens(name, arrays, cupy.ndarray, self, tokens)
         if tokens and len(arrays) <= MAX_ROLES:
             sent = self._move(source, pointer, tokens, 0, arrays, stream)
-            if sent is not None and key == self._last_key:
+            if sent is not None and self._last.get(key, mapping, *arrays):
                 launch, *values = sent
                 self._bound.keep(key, launch.fixed(*values), mapping, *arrays)
-            self._last_key = key
+            self._last = Seen()
+            self._last.keep(key, True, mapping, *arrays)
         elif tokens:
             for first in range(0, len(arrays), MAX_ROLES):
                 some = arrays[first : first + MAX_ROLES]

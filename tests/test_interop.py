@@ -1,0 +1,62 @@
+"""Arrays of frameworks on the host device: taken and given without a copy, exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers import opened, row, typed_manager
+
+H, D = 2, 8
+
+
+@pytest.fixture
+def step():
+    m = typed_manager(layers=2)
+    (kv,) = opened(m, 6)
+    step = m.create_batch(2, 8)
+    step.prepare([kv], 6)
+    return m, kv, step
+
+
+def numbers() -> np.ndarray:
+    return np.arange(2 * 6 * H * D, dtype=np.float32).reshape(2, 6, H, D)
+
+
+def test_torch_tensors_go_in_and_out(step):
+    torch = pytest.importorskip("torch")
+    _, kv, step = step
+    keys = torch.from_numpy(numbers())
+    step.append([0, 1], {"key": keys, "value": keys.flip(1)})
+    out = torch.empty(6, H, D), torch.empty(6, H, D)
+    got = step.gather(1, out=out)
+    assert got == out
+    assert torch.equal(out[0], keys[1])
+    assert torch.equal(out[1], keys[1].flip(0))
+    table = step.page_table(0)
+    taken = torch.from_dlpack(table)
+    assert (taken.data_ptr(), taken.tolist()) == (table.ctypes.data, [row(kv)])
+
+
+def test_torch_types_that_numpy_lacks_go_by_their_bits():
+    torch = pytest.importorskip("torch")
+    m = typed_manager(layers=1, dtype="bfloat16")
+    (kv,) = opened(m, 6)
+    step = m.create_batch(1, 8)
+    step.prepare([kv], 6)
+    keys = torch.randn(6, H, D).to(torch.bfloat16)
+    with pytest.raises(TypeError, match=r"Tensor of torch.bfloat16 \(6, 2, 8\)"):
+        step.append(0, {"key": keys})
+    step.append(0, {"key": keys.view(torch.uint16), "value": keys.view(torch.uint16)})
+    bits, _ = step.gather(0)
+    assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), keys)
+
+
+def test_jax_arrays_go_in_and_out(step):
+    jax = pytest.importorskip("jax")
+    _, _, step = step
+    keys = jax.numpy.asarray(numbers())
+    step.append([0, 1], {"key": keys, "value": keys[:, ::-1]})
+    got, flipped = step.gather(0)
+    np.testing.assert_array_equal(jax.numpy.from_dlpack(got), keys[0])
+    np.testing.assert_array_equal(jax.numpy.from_dlpack(flipped), keys[0, ::-1])
