@@ -104,6 +104,7 @@ class KVCache(Beams):
         """Hides the pages: they are kept, nobody else gets them, and all page indices become -1.
 
         Rows bound by the caller are filled with -1 and let go; bind them again after `resume`.
+        Raises `StateError` unless it is active. O(blocks of all beams); enqueues nothing.
         """
         runtime = self._runtime
         with runtime.lock:
@@ -185,7 +186,10 @@ class KVCache(Beams):
     # -- page indices ------------------------------------------------------------------------------
 
     def get_base_page_indices(self, layer_group: int, beam: int = 0) -> Int32:
-        """Slots of one beam's pages, int32 `[num_blocks]`; all -1 while suspended. A copy."""
+        """Slots of one beam's pages, int32 `[num_blocks]`; all -1 while suspended. A copy.
+
+        Raises `ValueError` for a layer group or beam that is not there.
+        """
         runtime = self._runtime
         with runtime.lock:
             self._place(layer_group, beam)
@@ -196,7 +200,8 @@ class KVCache(Beams):
     ) -> Int32:
         """Slots that hold one beam's pages, also while suspended; int32.
 
-        With `valid_only` entries without a page are left out. Made from the holders, not the table.
+        With `valid_only` entries without a page are left out. Raises `ValueError` for a layer group
+        or beam that is not there.
         """
         with self._runtime.lock:
             self._place(layer_group, beam)
@@ -213,6 +218,13 @@ class KVCache(Beams):
         buffer : writable int32 array [at least num_blocks], or None
             Gets the present indices and -1 beyond, and later changes as they happen. None, or an
             empty array, fills the row bound before with -1 and lets go of it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not such an array, or too short; no such beam or layer group.
+        StateError
+            It is not active.
         """
         runtime = self._runtime
         with runtime.lock:

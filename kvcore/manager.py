@@ -140,7 +140,10 @@ class KVCacheManager(PoolQueries):
     def create_kv_caches(
         self, expected_prompt_lengths: Sequence[int | None], ids: Sequence[object] | None = None
     ) -> list[KVCache]:
-        """One new sequence per expected prompt length, all or none. See `create_kv_cache`."""
+        """One new sequence per expected prompt length, all or none. See `create_kv_cache`.
+
+        Raises `ValueError` if `ids` has another length, `CacheCapacityError` if there is no room.
+        """
         prompts = [
             as_optional_int(f"expected_prompt_lengths[{i}]", length, 0)
             for i, length in enumerate(expected_prompt_lengths)
@@ -253,7 +256,11 @@ class KVCacheManager(PoolQueries):
             seqs.capacity[sequences] = wanted
 
     def close_kv_caches(self, kv_caches: Iterable[KVCache]) -> None:
-        """Closes many sequences; those already closed are left out."""
+        """Closes many sequences; those already closed are left out.
+
+        Raises `TypeError` or `ValueError`, with nothing closed, for what is no handle of this
+        manager.
+        """
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()

@@ -52,7 +52,7 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     probe = [
         sys.executable,
         "-c",
-        "from tests.emulated import driver; driver.library('kernels.so')",
+        "from tests.emulated import driver; driver.shared_object('kernels.so')",
     ]
     if address_sanitizer():
         build.build(folder, build.tuned(), *build.CHECKS, "-fsanitize=address")

@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 @cache
-def library(name: str) -> ctypes.CDLL:
+def shared_object(name: str) -> ctypes.CDLL:
     """One of the two libraries."""
     return ctypes.CDLL(str(Path(os.environ["KVCORE_EMULATED"]) / name))
 
@@ -51,18 +51,18 @@ def library(name: str) -> ctypes.CDLL:
 def counts() -> Counts:
     """What is alive now."""
     found = (ctypes.c_long * 10)()
-    library("libcuda.so.1").fake_counts(found)
+    shared_object("libcuda.so.1").fake_counts(found)
     return Counts(*found)
 
 
 def fail(call: str, countdown: int, code: int = UNKNOWN) -> None:
     """Makes the `countdown`-th call from now on fail."""
-    library("libcuda.so.1").fake_fail(call.encode(), countdown, code)
+    shared_object("libcuda.so.1").fake_fail(call.encode(), countdown, code)
 
 
 def switch(name: str, on: bool) -> None:
     """`capturing` or `no_virtual_memory`."""
-    getattr(library("libcuda.so.1"), f"fake_{name}")(int(on))
+    getattr(shared_object("libcuda.so.1"), f"fake_{name}")(int(on))
 
 
 def current() -> int | None:
@@ -81,7 +81,7 @@ def make_current(index: int | None) -> None:
 
 def load(device_id: int, source: Source) -> Mapping[str, Any]:
     """In place of `kvcore.device.cuda.launch.load`: entry points on the CPU."""
-    kernels = library("kernels.so")
+    kernels = shared_object("kernels.so")
     pointer = ctypes.c_void_p
     return {
         entry: SimpleNamespace(ptr=ctypes.cast(getattr(kernels, f"run_{entry}"), pointer).value)
