@@ -162,8 +162,6 @@ class CudaStepLaunch(StepLaunch):
     Steps with unusually many changed cells launch them one by one.
     """
 
-    by_graph = True
-
     def __init__(self, device: CudaDevice, arrays: StepArrays, work: WordWork) -> None:
         super().__init__(device, arrays)
         _check_words("table", arrays.table)
@@ -182,7 +180,7 @@ class CudaStepLaunch(StepLaunch):
         self._map = None if empty else new_launch(device, "map_tokens").bound(*facts)
 
     def __call__(self, staged: NDArray[np.uint8], cells: int, words: int, stream: Stream) -> None:
-        if not self.by_graph or cells > MOST_CELLS or words != self._num_words:
+        if cells > MOST_CELLS or words != self._num_words:
             super().__call__(staged, cells, words, stream)
             return
         at = address(staged)
