@@ -12,7 +12,7 @@ from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import NO_SLOT
-from kvcore.steps import Step, UsualAppend
+from kvcore.steps import Step, UsualAppend, array_type
 
 if TYPE_CHECKING:
     from kvcore.device.base import Array, PageStack, Stream
@@ -371,10 +371,7 @@ class Batch:
     ) -> Array:
         runtime, geometry = self._runtime, stack.geometry
         first = layers[0] if isinstance(layers, Sequence) else layers
-        declared = str(runtime.layout.place(first, role).buffer.dtype)
-        # Not "what np.dtype knows": other packages teach it names, and must make no difference.
-        foreign = declared.startswith(("bfloat16", "float8", "float4"))
-        dtype = np.dtype(f"u{geometry.itemsize}" if foreign else declared)
+        dtype = array_type(str(runtime.layout.place(first, role).buffer.dtype))
         shape = (self.num_tokens, geometry.heads, geometry.dim)
         if isinstance(layers, Sequence):
             shape = (stack.num_layers, *shape)  # type: ignore[assignment]

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvcore.checks import as_int
 from kvcore.control.sizing import max_seq_len_that_fits
-from kvcore.errors import wrong_type
+from kvcore.errors import wrong, wrong_type
 from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
-from kvcore.layout import PageIndexConverter, aggregate
+from kvcore.layout import BufferPlace, PageIndexConverter, aggregate, page_geometry
+from kvcore.steps import array_type
 
 if TYPE_CHECKING:
     from kvcore.runtime import Runtime
@@ -201,6 +204,50 @@ class PoolQueries:
             for piece in aggregate(self._runtime.layout, buffers)
         )
 
+    def get_pages(self, layer_id: int, role: str) -> Any:
+        """The pages of a buffer as an array of the device, in place: index it with a slot.
+
+        Returns
+        -------
+        array
+            `[num_slots, T, H, D]` for NHD, `[num_slots, H, T, D]` for HND (with an axis for the
+            expansion before H where pages are finer than the block), of the declared type where
+            NumPy has it and of its bits as an unsigned integer otherwise. An opaque buffer is uint8
+            `[num_slots, bytes]`. Slots lie apart, the rest is contiguous.
+
+        Raises
+        ------
+        ValueError
+            The buffer is unknown, or its items do not lie at multiples of their size.
+        StateError
+            The device has no memory, or the manager was shut down.
+
+        Notes
+        -----
+        A view: nothing is copied or enqueued. Whoever uses it orders that by the stream of the
+        sequence that owns the page. It must not be used after `shutdown`.
+        """
+        runtime = self._runtime
+        runtime.enter()
+        runtime.device_tables()
+        place = runtime.layout.place(layer_id, role)
+        buffer, memory = place.buffer, runtime.pools[place.pool_group][place.pool]
+        slot_bytes = runtime.layout.pool_groups[place.pool_group].slot_bytes[place.pool]
+        slots = runtime.control.slots[place.pool_group].capacity
+        dtype = np.dtype(np.uint8) if buffer.dtype is None else array_type(buffer.dtype)
+        shape = page_shape(place, runtime.layout.tokens_per_block)
+        if slot_bytes % dtype.itemsize or place.offset % dtype.itemsize:
+            raise wrong(
+                f"layer {layer_id}, buffer {role!r}",
+                f"items of {dtype.itemsize} bytes at multiples of their size",
+                f"slots of {slot_bytes} bytes with the buffer at {place.offset}",
+                "declare buffers of other sizes, or use get_mem_pool_base_address",
+            )
+        first = place.offset // dtype.itemsize
+        end = first + place.stored_bytes // dtype.itemsize
+        items = memory.array(dtype, (slots, slot_bytes // dtype.itemsize))[:, first:end]
+        return items.reshape(slots, *shape)
+
     def page_table(self, layer_group: int = 0) -> Any:
         """The device's page table of a layer group, int32 `[max_rows, max_blocks]`, in place.
 
@@ -215,3 +262,15 @@ class PoolQueries:
 
     def _check_level(self, level: int) -> None:
         as_int("level", level, 0, 0, "there is one cache level, the GPU's")
+
+
+def page_shape(place: BufferPlace, tokens_per_block: int) -> tuple[int, ...]:
+    """The shape of one slot's pages of a buffer, in memory order."""
+    if place.buffer.dtype is None:
+        return (place.stored_bytes,)
+    geometry = page_geometry(place, tokens_per_block)
+    heads, dim, tokens = geometry.heads, geometry.dim, geometry.page_tokens
+    if place.buffer.layout != "HND":  # finer pages follow each other: the block is contiguous
+        return tokens * geometry.expansion, heads, dim
+    pages = (geometry.expansion,) if geometry.expansion > 1 else ()
+    return *pages, heads, tokens, dim

@@ -38,6 +38,7 @@ def typed_manager(
     layout: str = "NHD",
     dtype: str = "float32",
     device: Any = "host",
+    stream: Any = None,
     **settings: Any,
 ) -> k.KVCacheManager:
     """Typed keys and values; about `slots` slots."""
@@ -59,7 +60,7 @@ def typed_manager(
         ],
         **settings,
     )
-    return k.KVCacheManager(config, device=device)
+    return k.KVCacheManager(config, device=device, stream=stream)
 
 
 def used(manager: k.KVCacheManager) -> int:

@@ -15,6 +15,7 @@ from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
 from tests.device.harness import Rig, Stack, buffer_bytes, geometry
 from tests.emulated import driver
+from tests.helpers import typed_manager
 
 pytestmark = pytest.mark.usefixtures("held")
 
@@ -240,3 +241,19 @@ def test_launches_are_bound_to_arrays_that_come_again_and_to_no_others(rig, monk
         rig.device.append(stack, mapping, views, stream=rig.stream)
         del views
     assert len(made) <= 2
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_are_a_view_of_the_pool(rig, layout):
+    manager = typed_manager(
+        slots=4096, layers=2, layout=layout, device=rig.device, stream=rig.stream
+    )
+    pages = manager.get_pages(1, "value")
+    slots = manager.pool_group_descs[0].num_slots
+    shape = (4, 2, 8) if layout == "NHD" else (2, 4, 8)
+    assert isinstance(pages, cupy.ndarray)
+    assert pages.shape == (slots, *shape)
+    assert pages.data.ptr == manager.get_mem_pool_base_address(1, "value")
+    assert pages.strides[0] == 4 * manager.get_page_stride(1, "value")
+    del pages
+    manager.shutdown()
