@@ -101,7 +101,7 @@ class Batch:
 
         Notes
         -----
-        Enqueues two launches; never blocks. Not for capture in a graph. The staging it writes is
+        Enqueues two kernels; never blocks. Not for capture in a graph. The staging it writes is
         the batch's own: use two batches to prepare a step while another is still running elsewhere.
         """
         runtime = self._runtime
