@@ -12,7 +12,8 @@ from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import NO_SLOT
-from kvcore.steps import Step, UsualAppend, array_type
+from kvcore.layer_config import array_type
+from kvcore.steps import Step, UsualAppend
 
 if TYPE_CHECKING:
     from kvcore.device.base import Array, PageStack, Stream

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from kvcore.checks import as_int
 from kvcore.control.beams import cancel_rebinding, plan_rebinding, publish_rebinding
 from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
@@ -134,6 +136,9 @@ class Beams(Handle):
 
     def _rebind(self, parents: tuple[int, ...], valid_tokens: int) -> bool:
         runtime, sequence = self._runtime, self._sequence
+        if runtime.bound_rows:
+            blocks = runtime.control.seqs.num_blocks[[sequence]]
+            runtime.bound_rows.check(np.array([sequence]), blocks)
         plan = plan_rebinding(runtime.control, sequence, parents, valid_tokens)
         if plan is None:
             return False

@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import numpy as np
 
 from kvcore.checks import as_choice, as_int, as_optional_int, as_text, as_tuple
 from kvcore.errors import wrong
@@ -37,6 +39,16 @@ def itemsize_bits(dtype: str) -> int:
     16
     """
     return DTYPE_BITS[as_choice("dtype", dtype, tuple(DTYPE_BITS))]
+
+
+def array_type(declared: str) -> np.dtype[Any]:
+    """The NumPy type of a buffer's items; the bits of those that NumPy lacks.
+
+    Not "what np.dtype knows": other packages teach it names, and must make no difference.
+    """
+    if declared.startswith(("bfloat16", "float8", "float4")):
+        return np.dtype(f"u{max(itemsize_bits(declared) // 8, 1)}")
+    return np.dtype(declared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -338,7 +338,7 @@ class KVCacheManager(PoolQueries):
     # -- end ---------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Gives all memory back. Idempotent. BLOCKS until the streams its sequences used are idle.
+        """Gives all memory back. Idempotent. BLOCKS until the device is idle.
 
         Raises `StateError` while caches are open.
         """

@@ -12,8 +12,8 @@ from kvcore.checks import as_int
 from kvcore.control.sizing import max_seq_len_that_fits
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
+from kvcore.layer_config import array_type
 from kvcore.layout import BufferPlace, PageIndexConverter, aggregate, page_geometry
-from kvcore.steps import array_type
 
 if TYPE_CHECKING:
     from kvcore.runtime import Runtime

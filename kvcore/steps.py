@@ -9,18 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.config import itemsize_bits
 from kvcore.device.base import Array, PageStack, Stream
-
-
-def array_type(declared: str) -> np.dtype[Any]:
-    """The NumPy type of a buffer's items; the bits of those that NumPy lacks.
-
-    Not "what np.dtype knows": other packages teach it names, and must make no difference.
-    """
-    if declared.startswith(("bfloat16", "float8", "float4")):
-        return np.dtype(f"u{max(itemsize_bits(declared) // 8, 1)}")
-    return np.dtype(declared)
 
 
 @dataclass(slots=True)
@@ -58,7 +47,6 @@ class UsualAppend(NamedTuple):
             return False
         if num_tokens != self.num_tokens or list(buffers) != self.roles:
             return False
-
         for array in buffers.values():
             if array.__class__ is not self.kind or array.shape != self.shape:
                 return False

@@ -146,7 +146,10 @@ class Streams:
         ]
 
     def wait(self, sequences: Index, tickets: tuple[Int64, ...]) -> None:
-        """Makes the streams of `sequences` wait for `tickets`."""
-        for stream in self.of_all(sequences):
+        """Makes the streams of `sequences` wait for `tickets`, also those they are lent to."""
+        streams = set(self.of_all(sequences))
+        if self._lent:
+            streams |= {self._lent[one] for one in sequences.tolist() if one in self._lent}
+        for stream in streams:
             for some in tickets:
                 self._fences.wait(stream, some)

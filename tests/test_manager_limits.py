@@ -171,3 +171,18 @@ def test_a_shutdown_that_fails_gives_everything_back_all_the_same(monkeypatch):
         m.shutdown()
     assert closed == [m.device]
     assert m.get_quota() == 0
+
+
+def test_beams_do_not_move_under_a_bound_row_that_cannot_follow():
+    m = opaque_manager(max_beam_width=2, enable_partial_commit=False)
+    (kv,) = opened(m, 6)
+    kv.resize(None, 6)
+    kv.set_beam_width(2)
+    mine = np.zeros(4, np.int32)
+    kv.set_base_page_index_buf(0, 0, mine)
+    mine.flags.writeable = False
+    before = row(kv, 0), row(kv, 1), used(m)
+    for change in (lambda: kv.reorder_beams([1, 0]), lambda: kv.set_beam_width(1)):
+        with pytest.raises(ValueError, match="read-only"):
+            change()
+        assert (row(kv, 0), row(kv, 1), used(m), kv.beam_width) == (*before, 2)

@@ -135,7 +135,27 @@ def shutdown_waits_for_streams_nobody_is_bound_to(seed: int) -> bool:
     return not s.device.simulator.step()  # nothing was left to run
 
 
+def a_lent_sequence_grows_into_a_page_still_read(seed: int) -> bool:
+    """Who has the pages on loan waits for the last reader of new ones, as their owner does."""
+    s = Scene(seed, slots=2)  # as many as there are: 4 tokens for `a`, 4 for `other`
+    s.step.prepare([s.a], 4, stream=s.s2)
+    other = s.m.create_kv_cache()
+    assert other.resume(s.s3)
+    assert other.resize(4)
+    theirs = s.m.create_batch(1, 4)
+    theirs.prepare([other], 4)
+    theirs.append(0, s.values(1))
+    keys, _ = theirs.gather(0)
+    other.close()
+    assert s.a.resize(8)
+    slots = s.a.get_base_page_indices(0)[1:]
+    s.device.fill_pages(s.m._runtime.pool_places[0], slots, 9, stream=s.s2)
+    s.device.drain()
+    return bool((keys == 1).all())
+
+
 SCENES = [
+    a_lent_sequence_grows_into_a_page_still_read,
     append_on_two_lent_streams,
     append_after_coming_home,
     two_batches_on_two_lent_streams,

@@ -257,3 +257,20 @@ def test_pages_are_a_view_of_the_pool(rig, layout):
     assert pages.strides[0] == 4 * manager.get_page_stride(1, "value")
     del pages
     manager.shutdown()
+
+
+def test_tokens_of_another_device_are_refused_also_after_usual_ones(rig, other):
+    manager = typed_manager(slots=4096, layers=2, device=rig.device, stream=rig.stream)
+    (kv,) = manager.create_kv_caches([None])
+    assert kv.resume()
+    assert kv.resize(3)
+    step = manager.create_batch(1, 4)
+    step.prepare([kv], 3)
+    mine, theirs = (d.empty((2, 3, 2, 8), np.float32) for d in (rig.device, other))
+    for _ in range(3):
+        step.append([0, 1], {"key": mine, "value": mine})
+        with pytest.raises((TypeError, ValueError), match="cuda:0"):
+            step.append([0, 1], {"key": mine, "value": theirs})
+    kv.close()
+    del mine, theirs, step
+    manager.shutdown()

@@ -16,7 +16,7 @@ from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.seen import Seen
-from kvcore.errors import StateError
+from kvcore.errors import StateError, wrong
 from kvcore.ids import div_ceil
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class TokenStack:
                 right = False
         if not right:  # or a subclass of CuPy's array
             check_tokens(name, arrays, cupy.ndarray, self, tokens)
+            self._check_device(name, arrays)
         if tokens and len(arrays) <= MAX_ROLES:
             sent = self._move(source, pointer, tokens, 0, arrays, stream)
             if sent is not None and self._last.get(key, mapping, *arrays):
@@ -126,6 +127,13 @@ class TokenStack:
             for first in range(0, len(arrays), MAX_ROLES):
                 some = arrays[first : first + MAX_ROLES]
                 self._move(source, pointer, tokens, first, some, stream)
+
+    def _check_device(self, name: str, arrays: Sequence[Array]) -> None:
+        here = self._device.index
+        for array in arrays:
+            if array.data.device_id != here:
+                there = f"one of cuda:{array.data.device_id}"
+                raise wrong(name, f"arrays of cuda:{here}", there, "copy it there first")
 
     def _move(
         self,
