@@ -297,6 +297,32 @@ def test_captured_copies_replay_with_their_own_ids(rig, count):
         pool.check()
 
 
+def test_captured_fingerprints_replay_with_new_keys(rig):
+    """Written and checked in the graph: keys and places changed in place are the next replay's."""
+    g = geometry(page_tokens=4)
+    stack = Stack.one_pool(rig, g, num_layers=1, num_roles=2, guard=0)
+    tokens, slots = 9, stack.num_slots
+    keys, mapping = rig.put(np.zeros(tokens, np.int64)), rig.put(np.zeros((tokens, 2), np.int32))
+    checked, bad = rig.put(np.zeros(tokens, np.int64)), rig.put(np.zeros(tokens, np.int32))
+
+    def work(stream):
+        rig.device.write_fingerprints(stack.stack, mapping, keys, stream=stream)
+        rig.device.verify_fingerprints(stack.stack, mapping, checked, bad, stream=stream)
+
+    graph = Graph(rig.device, work)
+    for wrong in (0, 4):
+        values = rig.rng.integers(-(2**63), 2**63 - 1, tokens)
+        cells = rig.rng.permutation(slots * 4)[:tokens]
+        places = np.stack(np.divmod(cells, 4), axis=1).astype(np.int32)
+        others = values.copy()
+        others[:wrong] ^= 1
+        for array, filled in ((keys, values), (mapping, places), (checked, others)):
+            rig.device.from_host(filled, array, stream=rig.stream)
+        graph.replay()
+        found = rig.get(bad)
+        assert (found[:wrong] > 0).all() and not found[wrong:].any()
+
+
 def test_uploads_cannot_be_captured(rig):
     from kvcore.errors import StateError
 
