@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -26,9 +27,16 @@ from kvcore.errors import wrong, wrong_type
 def load(device_id: int, source: Source) -> Mapping[str, Any]:
     """The entry points of a source on one device: objects with the function's handle as `ptr`.
 
-    CuPy compiles them for the device and keeps the binary on disk, keyed by text and options.
+    CuPy compiles them for the device and keeps the binary on disk, keyed by text and options. It
+    calls the CUDA runtime, which remembers the device as the thread's current one, for good where
+    no context was current before: so a thread that ends does it.
     """
-    with context_of(device_id).current():
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_load, context_of(device_id), source).result()
+
+
+def _load(context: Context, source: Source) -> Mapping[str, Any]:
+    with context.current():
         module = cupy.RawModule(code=source.text(), options=source.options())
         found = {name: module.get_function(name).kernel for name in source.entries}
         for function in found.values():
