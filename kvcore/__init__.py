@@ -28,10 +28,12 @@ from kvcore.errors import (
     StateError,
 )
 from kvcore.ids import CacheTier, PageIndexMode, Status
+from kvcore.keys import sequence_to_blockchain_keys
 from kvcore.kv_cache import KVCache
 from kvcore.layout import PageIndexConverter
 from kvcore.manager import KVCacheManager
 from kvcore.pools import AggregatedPageDesc, PoolGroupDesc, StorageStatistics
+from kvcore.tokens import gen_multimodal_cache_key_tokens
 
 __version__ = "0.1.0"
 
@@ -64,4 +66,6 @@ __all__ = [
     "Status",
     "StorageStatistics",
     "SwaScratchReuseConfig",
+    "gen_multimodal_cache_key_tokens",
+    "sequence_to_blockchain_keys",
 ]

@@ -39,6 +39,11 @@ class Handle:
         return self._sequence >= 0 and bool(self._runtime.control.seqs.active[self._sequence])
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is not closed."""
+        return self._sequence >= 0
+
+    @property
     def capacity(self) -> int:
         """Tokens it has pages for; 0 once closed."""
         return (
@@ -52,8 +57,8 @@ class Handle:
 
     @property
     def num_committed_tokens(self) -> int:
-        """Tokens published for reuse. 0: publishing is not built yet (see `commit`)."""
-        return 0
+        """Tokens that were committed or reused; 0 once closed."""
+        return self._runtime.control.reuse.claims[self._sequence].committed if self.is_open else 0
 
     @property
     def num_blocks(self) -> int:

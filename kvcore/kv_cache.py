@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.beams import Beams
 from kvcore.checks import as_int
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import div_ceil
+from kvcore.publishing import Publishing
 
 if TYPE_CHECKING:
     from kvcore.runtime import Runtime
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 Int32 = NDArray[np.int32]
 
 
-class KVCache(Beams):
+class KVCache(Publishing):
     """The cached keys and values of one sequence, made by `KVCacheManager.create_kv_cache`.
 
     A cache is SUSPENDED when made, ACTIVE between `resume` and `suspend`, CLOSED after `close`.
@@ -96,9 +95,22 @@ class KVCache(Beams):
                 bound = runtime.device.stream(None) if known is None else known
             if runtime.control.utilisation_without(sequence) > runtime.config.max_util_for_resume:
                 return False
+            first = runtime.streams.of(sequence) is None
             runtime.streams.bind(sequence, bound)
+            if first and not self._first_resume():
+                return False
             runtime.control.seqs.unpark(sequence)
             return True
+
+    def _first_resume(self) -> bool:
+        """Readies what was matched; unless that works, the sequence is as it was before."""
+        done = False
+        try:
+            done = self._runtime.first_resume(self._sequence)
+        finally:
+            if not done:
+                self._runtime.streams.forget(self._sequence)
+        return done
 
     def suspend(self) -> None:
         """Hides the pages: they are kept, nobody else gets them, and all page indices become -1.
@@ -175,13 +187,6 @@ class KVCache(Beams):
                     runtime.shrink(np.array([sequence]), np.array([blocks], np.int32))
             seqs.capacity[sequence], seqs.history[sequence] = new, history
             return True
-
-    def commit(self, tokens: Sequence[int], is_end: bool = False) -> None:
-        """Publishes tokens for reuse. Not built yet: it arrives with the prefix tree."""
-        raise NotImplementedError(
-            "commit: prefix reuse is not built yet, so nothing can be published; "
-            "sequences work without"
-        )
 
     # -- page indices ------------------------------------------------------------------------------
 

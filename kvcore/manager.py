@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcore.batch import Batch
-from kvcore.checks import LONGEST, as_int, as_optional_int, token_counts
-from kvcore.config import KVCacheManagerConfig, ReuseScope
+from kvcore.checks import LONGEST, as_int, token_counts
+from kvcore.config import KVCacheManagerConfig
 from kvcore.device import open_device
-from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.errors import wrong, wrong_type
 from kvcore.kv_cache import KVCache
+from kvcore.lifecycle import Lifecycle
 from kvcore.pools import PoolQueries
+from kvcore.prefix import PrefixCalls, refuse_while_open
 from kvcore.startup import open_runtime, refuse_unbuilt
 
 if TYPE_CHECKING:
+    from kvcore.control.listener import TreeListener
     from kvcore.device.base import Device
     from kvcore.layout import Layout
 
 Int32 = NDArray[np.int32]
 
 
-class KVCacheManager(PoolQueries):
+class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
     """Paged KV-cache memory on one device, and the sequences that use it.
 
     Parameters
@@ -37,8 +40,8 @@ class KVCacheManager(PoolQueries):
         sizing and replay), "cuda", "cuda:1", or an open `Device`.
     stream : optional
         What `KVCache.resume` binds where no stream is given.
-    event_manager : None
-        KV events are not built yet.
+    event_manager : KVCacheEventManager or StreamingEventSink, optional
+        Is told which blocks can be reused and which no longer.
 
     Raises
     ------
@@ -73,11 +76,13 @@ class KVCacheManager(PoolQueries):
         *,
         device: str | Device = "auto",
         stream: object = None,
-        event_manager: None = None,
+        event_manager: TreeListener | None = None,
     ) -> None:
         if not isinstance(config, KVCacheManagerConfig):
             raise wrong_type("config", "a KVCacheManagerConfig", config)
-        refuse_unbuilt(config, event_manager)
+        refuse_unbuilt(config)
+        if not (event_manager is None or hasattr(event_manager, "stored")):
+            raise wrong_type("event_manager", "a KVCacheEventManager", event_manager)
         self.config = config
         self._owns_device = isinstance(device, str)
         self.device: Device = open_device(device)
@@ -88,6 +93,8 @@ class KVCacheManager(PoolQueries):
                 self.device.close()
             raise
         self.layout: Layout = self._runtime.layout
+        self.event_manager = event_manager
+        self._runtime.control.reuse.tree.listener = event_manager
 
     def __enter__(self) -> Self:
         return self
@@ -101,67 +108,7 @@ class KVCacheManager(PoolQueries):
         if kind is None or not self._runtime.handles:
             self.shutdown()
 
-    # -- sequences ---------------------------------------------------------------------------------
-
-    def create_kv_cache(
-        self,
-        reuse_scope: ReuseScope | None = None,
-        input_tokens: Sequence[int] | NDArray[np.integer[Any]] | None = None,
-        *,
-        id: object = None,
-        expected_prompt_length: int | None = None,
-    ) -> KVCache:
-        """A new sequence: SUSPENDED, width 1, no pages.
-
-        Parameters
-        ----------
-        reuse_scope : ReuseScope, optional
-            Tenant boundary of reuse.
-        input_tokens : sequence of int, optional
-            The prompt. Nothing can be published yet, so nothing of it is found.
-        id : optional
-            Anything; kept as `KVCache.id`.
-        expected_prompt_length : int, optional
-            Tokens of the prompt, checked when beams are widened. Default: `len(input_tokens)`.
-
-        Raises
-        ------
-        CacheCapacityError
-            `max_sequences` or `max_rows` is reached.
-        """
-        if reuse_scope is not None and not isinstance(reuse_scope, ReuseScope):
-            raise wrong_type("reuse_scope", "a ReuseScope", reuse_scope)
-        prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0)
-        if input_tokens is not None:
-            length = _number_of_tokens(input_tokens)
-            prompt = length if prompt is None else prompt
-        return self._create([prompt], [id])[0]
-
-    def create_kv_caches(
-        self, expected_prompt_lengths: Sequence[int | None], ids: Sequence[object] | None = None
-    ) -> list[KVCache]:
-        """One new sequence per expected prompt length, all or none. See `create_kv_cache`.
-
-        Raises `ValueError` if `ids` has another length, `CacheCapacityError` if there is no room.
-        """
-        prompts = [
-            as_optional_int(f"expected_prompt_lengths[{i}]", length, 0)
-            for i, length in enumerate(expected_prompt_lengths)
-        ]
-        names = [None] * len(prompts) if ids is None else list(ids)
-        if len(names) != len(prompts):
-            raise wrong("ids", f"{len(prompts)} entries", len(names))
-        return self._create(prompts, names)
-
-    def _create(self, prompts: list[int | None], ids: Sequence[object]) -> list[KVCache]:
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.enter()
-            sequences = runtime.control.seqs.create(len(prompts))
-            return [
-                KVCache(runtime, sequence, prompt, id)
-                for sequence, prompt, id in zip(sequences, prompts, ids, strict=True)
-            ]
+    # -- batches -----------------------------------------------------------------------------------
 
     def advance(
         self,
@@ -255,23 +202,6 @@ class KVCacheManager(PoolQueries):
             runtime.shrink(sequences, -(-wanted // seqs.shape.tokens_per_block))
             seqs.capacity[sequences] = wanted
 
-    def close_kv_caches(self, kv_caches: Iterable[KVCache]) -> None:
-        """Closes many sequences; those already closed are left out.
-
-        Raises `TypeError` or `ValueError`, with nothing closed, for what is no handle of this
-        manager.
-        """
-        runtime = self._runtime
-        with runtime.lock:
-            runtime.enter()
-            still_open = runtime.handles.still_open(kv_caches)
-            sequences = runtime.handles.numbers_of(still_open)
-            active = sequences[runtime.control.seqs.active[sequences]]
-            if active.size:
-                runtime.shrink(active, np.zeros(active.size, np.int32))
-            for kv in still_open:
-                kv.close()
-
     def slot_mapping(
         self,
         kv_caches: Iterable[KVCache],
@@ -347,10 +277,7 @@ class KVCacheManager(PoolQueries):
             if runtime.closed:
                 return
             runtime.enter()
-            if runtime.handles:
-                count = len(runtime.handles)
-                caches = "KV caches are" if count > 1 else "KV cache is"
-                raise StateError(f"shutdown: {count} {caches} still open; close first")
+            refuse_while_open(runtime, "shutdown")
             try:
                 runtime.close()
             finally:
@@ -364,11 +291,3 @@ def _check_history(new: int | Int32, old: Int32, capacity: Int32) -> None:
         i = int(bad[0])
         got = int(np.broadcast_to(new, old.shape)[i])
         raise wrong(f"history[{i}]", f"a value in [{old[i]}, {capacity[i]}]", got)
-
-
-def _number_of_tokens(tokens: object) -> int:
-    """The length of a prompt, whose ids are checked to be integers."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise wrong_type("input_tokens", "a sequence of ints", tokens)
-    return array.size

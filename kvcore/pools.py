@@ -114,7 +114,7 @@ class PoolQueries:
                     slot_sizes=group.slot_bytes,
                     total=slots.capacity,
                     free=slots.num_free,
-                    evictable=0,
+                    evictable=slots.num_evictable,
                 )
                 for group, slots in zip(
                     runtime.layout.pool_groups, runtime.control.slots, strict=True

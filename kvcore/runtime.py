@@ -18,8 +18,8 @@ from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
-from kvcore.errors import StateError, wrong
-from kvcore.ids import NO_TICKET
+from kvcore.errors import InternalError, StateError, wrong
+from kvcore.ids import NO_TICKET, PoolGroupId, Ticket
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
 from kvcore.stacks import PageStacks
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcore.config import KVCacheManagerConfig
     from kvcore.kv_cache import KVCache
     from kvcore.layout import Layout
+    from kvcore.pins import Pin
 
 Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
@@ -61,12 +62,16 @@ class Runtime:
         self.longest = shape.max_seq_len if bounded else None  # None: pages run out first
         self.lock = threading.RLock()
         self.fences = Fences()
+        for slots in control.slots:
+            slots.join = self.fences.join
+        control.reuse.layer_groups = tuple(layout.layer_groups)
         self.streams = Streams(device, control.seqs, self.fences, default_stream)
         self.tables = (
             DeviceTables(device, control.seqs.table, self.fences) if device.has_memory else None
         )
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
+        self.pins: set[Pin] = set()
         self.closed = False
 
     def enter(self) -> None:
@@ -140,10 +145,65 @@ class Runtime:
         """Frees everything of a sequence and forgets its handle."""
         some = self.control.seqs.num_blocks[sequence]
         ticket = self.streams.moment(sequence) if some else NO_TICKET
+        self.publish_tail(sequence, ticket)
         self.bound_rows.release(sequence)
         self.control.destroy(sequence, ticket)
         self.streams.forget(sequence)
         self.handles.remove(sequence)
+
+    def publish_tail(self, sequence: int, ready: Ticket) -> None:
+        """Ends publishing: the partial last block enters the tree if that is allowed and new."""
+        reuse = self.control.reuse
+        if reuse.rules.partial_commit and reuse.tail_is_new(sequence):
+            reuse.insert_tail(sequence, ready)
+        reuse.claims[sequence].stopped = True
+
+    def first_resume(self, sequence: int) -> bool:
+        """Gives a sequence that resumes for the first time a last block of its own.
+
+        What it matched may be read from here on in the order of its stream. False, with nothing
+        changed, if there is no slot.
+        """
+        control, claim = self.control, self.control.reuse.claims[sequence]
+        shared = control.seqs.page_rows(sequence)[0]
+        if claim.borrowed and not control.make_room(1, "resume"):
+            return False
+        ready = (s.ready(row) for s, row in zip(control.slots_of, shared, strict=True))
+        self.streams.wait_for(sequence, [after for after in ready if after is not None])
+        if claim.borrowed:
+            self._copy_loan(sequence, shared[:, -1:])
+        return True
+
+    def _copy_loan(self, sequence: int, source: Int32) -> None:
+        control = self.control
+        target, after = control.take_block()
+        try:
+            self.streams.wait_for(sequence, after)
+            self.copy_blocks(sequence, source, target)
+            ticket = self.streams.moment(sequence)
+        except BaseException:
+            control.give_back(target, self.streams.moment(sequence))
+            raise
+        control.seqs.parked[sequence][0, :, -1:] = target
+        for slots, page in zip(control.slots_of, source, strict=True):
+            slots.release(page, ticket, distinct=True)
+        control.reuse.return_loan(sequence)
+
+    def copy_blocks(self, sequence: int, src: Int32, dst: Int32) -> None:
+        """Enqueues copies of whole pages `[layer groups, n]` on a sequence's stream."""
+        stream = self.streams.of(sequence)
+        if stream is None:
+            raise InternalError("pages were copied for a sequence that was never resumed")
+        by_pool: dict[int, list[int]] = {}
+        for group, pool_group in enumerate(self.control.pool_group_of):
+            by_pool.setdefault(pool_group, []).append(group)
+        self.copy_pages(
+            tuple(
+                PageCopies(PoolGroupId(pool), src[groups].reshape(-1), dst[groups].reshape(-1))
+                for pool, groups in by_pool.items()
+            ),
+            stream,
+        )
 
     def copy_pages(self, copies: tuple[PageCopies, ...], stream: Stream) -> None:
         """Enqueues page copies, one launch per pool group."""

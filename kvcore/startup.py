@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcore.checks import LONGEST
 from kvcore.config import KVCacheManagerConfig
 from kvcore.control.plane import ControlPlane
+from kvcore.control.reuse import ReuseRules
 from kvcore.control.sequences import TableShape
 from kvcore.control.sizing import solve_slots
 from kvcore.device.base import Device, Memory
@@ -28,6 +29,12 @@ def open_runtime(config: KVCacheManagerConfig, device: Device, stream: object) -
         _table_shape(config, layout, num_slots, device.has_memory),
         num_slots,
         tuple(int(group.pool_group) for group in layout.layer_groups),
+        ReuseRules(
+            partial_reuse=config.enable_partial_reuse,
+            partial_commit=config.enable_partial_commit,
+            min_snapshot=config.commit_min_snapshot,
+            backoff=config.reuse_match_backoff,
+        ),
     )
     pools = _reserve_pools(device, layout, num_slots, grain)
     try:
@@ -37,7 +44,7 @@ def open_runtime(config: KVCacheManagerConfig, device: Device, stream: object) -
         raise
 
 
-def refuse_unbuilt(config: KVCacheManagerConfig, event_manager: object) -> None:
+def refuse_unbuilt(config: KVCacheManagerConfig) -> None:
     """Raises `NotImplementedError` with the reason for the first thing that is not built."""
     reasons = {
         "sliding windows": any(
@@ -52,7 +59,6 @@ def refuse_unbuilt(config: KVCacheManagerConfig, event_manager: object) -> None:
         "host and disk tiers": len(config.cache_tiers) > 1,
         "scratch reuse": config.swa_scratch_reuse is not None,
         "beam_mode='indirection'": config.beam_mode == "indirection",
-        "KV events": event_manager is not None,
     }
     for what, asked in reasons.items():
         if asked:

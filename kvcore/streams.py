@@ -145,6 +145,10 @@ class Streams:
             for number in np.unique(numbers).tolist()
         ]
 
+    def wait_for(self, sequence: int, tickets: Iterable[Int64]) -> None:
+        """`wait` of one sequence."""
+        self.wait(np.array([sequence]), tuple(tickets))
+
     def wait(self, sequences: Index, tickets: tuple[Int64, ...]) -> None:
         """Makes the streams of `sequences` wait for `tickets`, also those they are lent to."""
         streams = set(self.of_all(sequences))

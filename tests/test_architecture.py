@@ -18,13 +18,13 @@ SOURCES = sorted([*ROOT.glob("kvcore/**/*.py"), *ROOT.glob("adapters/kvcore_adap
 LAYERS = (
     {"kvcore.ids", "kvcore.errors"},
     {"kvcore.checks"},
-    {"kvcore.layer_config"},
+    {"kvcore.layer_config", "kvcore.tokens"},
     {"kvcore.config"},
-    {"kvcore.layout"},
+    {"kvcore.layout", "kvcore.keys", "kvcore.retention"},
     {"kvcore.plan"},
     {"kvcore.control", "kvcore.device"},
     {"kvcore"},  # the manager, its caches and batches: every module that has no other place
-    {"kvcore.testing", "kvcore.demo"},
+    {"kvcore.testing", "kvcore.demo", "kvcore.replay"},
     {"kvcore.cli", "kvcore_adapters"},
 )
 """From the bottom up. A module may import modules of lower layers and of its own package."""
@@ -36,6 +36,7 @@ ALLOWED_PACKAGES = {
     "kvcore.demo": {"numpy", "safetensors"},
     "kvcore.demo.train": {"numpy", "safetensors", "torch"},
     "kvcore.cli": {"numpy", "typer", "rich", "safetensors", "matplotlib", "bench"},
+    "kvcore.publisher": {"numpy", "zmq", "msgspec"},
     "kvcore_adapters": {"numpy", "torch", "jax", "transformers"},
 }
 """Packages beyond the standard library, by the longest prefix of the module; others have NumPy."""

@@ -260,7 +260,7 @@ def test_dropped_handles_are_closed_by_the_next_call():
 def test_shutdown_refuses_while_caches_are_open_and_is_final():
     m = opaque_manager()
     kv = m.create_kv_cache()
-    with pytest.raises(k.StateError, match="1 KV cache is still open"):
+    with pytest.raises(k.StateError, match="1 KV cache"):
         m.shutdown()
     kv.close()
     m.shutdown()
@@ -311,12 +311,6 @@ def test_what_is_not_built_says_so(change):
     }
     with pytest.raises(NotImplementedError, match="not built yet"):
         k.KVCacheManager(k.KVCacheManagerConfig(**{**settings, **change}), device="host")
-
-
-def test_commit_says_that_it_is_not_built():
-    (kv,) = opened(opaque_manager(), 4)
-    with pytest.raises(NotImplementedError, match="prefix reuse"):
-        kv.commit([1, 2, 3, 4])
 
 
 def test_meta_has_pages_without_memory():

@@ -34,7 +34,7 @@ def plan_rebinding(
     shared = min(shared, old.shape[2])
     fresh_rows = max(0, width - len(old))
     pages = fresh_rows * (old.shape[2] - shared)
-    if control.missing(pages) or fresh_rows > seqs.num_free_rows:
+    if fresh_rows > seqs.num_free_rows or not control.make_room(pages, "beams"):
         return None
     takers, donors, spare = _share_out(parents, len(old))
     new = old[list(parents)]

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.control.reuse import PrefixReuse, ReuseRules
 from kvcore.control.sequences import SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
-from kvcore.ids import NO_SLOT, Ticket
+from kvcore.ids import NO_SLOT, Ticket, div_ceil
 
 Index = NDArray[np.intp]
 Int32 = NDArray[np.int32]
@@ -33,25 +34,54 @@ class ControlPlane:
         Slots of each pool group.
     pool_group_of : sequence of int
         The pool group of each layer group.
+    rules : ReuseRules, optional
+        What may be reused.
     """
 
     def __init__(
-        self, shape: TableShape, num_slots: tuple[int, ...], pool_group_of: tuple[int, ...]
+        self,
+        shape: TableShape,
+        num_slots: tuple[int, ...],
+        pool_group_of: tuple[int, ...],
+        rules: ReuseRules | None = None,
     ) -> None:
         self.seqs = SequenceTable(shape)
         self.slots = [SlotTable(count) for count in num_slots]
         self.pool_group_of = pool_group_of
         self.slots_of = [self.slots[group] for group in pool_group_of]  # by layer group
         self._groups_in = [pool_group_of.count(group) for group in range(len(num_slots))]
+        self.reuse = PrefixReuse(self.seqs, self.slots_of, rules or ReuseRules())
 
     # -- growing -----------------------------------------------------------------------------------
 
-    def missing(self, pages_per_group: int) -> int:
-        """Slots that are short, over all pool groups, for so many pages of each layer group."""
+    def make_room(self, pages_per_group: int, call: str) -> bool:
+        """Whether so many pages of each layer group are free, after evicting what it takes.
+
+        False, with nothing evicted, if they can't be. `call` is what they are needed for.
+        """
         short = 0
         for slots, groups in zip(self.slots, self._groups_in, strict=True):
-            short += max(0, pages_per_group * groups - slots.num_free)
-        return short
+            missing = pages_per_group * groups - slots.num_free
+            if missing > slots.num_evictable:
+                return False
+            short = max(short, div_ceil(missing, groups))
+        if short > 0:
+            self.reuse.make_room(short, call)
+        return True
+
+    def take_block(self) -> tuple[Int32, tuple[Int64, ...]]:
+        """A slot of each layer group `[layer groups, 1]`, and the moments to wait for.
+
+        The caller has made room.
+        """
+        taken = np.array([[slots.take_one()] for slots in self.slots_of], np.int32)
+        after = (slots.tickets(one) for slots, one in zip(self.slots_of, taken, strict=True))
+        return taken, tuple(tickets for tickets in after if tickets is not None)
+
+    def give_back(self, pages: Int32, ticket: Ticket) -> None:
+        """Frees distinct slots `[layer groups, n]`, out of use after `ticket`."""
+        for slots, taken in zip(self.slots_of, pages, strict=True):
+            slots.release(taken, ticket, distinct=True)
 
     def _await_next(self, sequences: Index, pages_per_group: int, wait: Wait) -> None:
         """Calls `wait` with the moments after which the next slots may be written, if any."""
@@ -75,7 +105,7 @@ class ControlPlane:
         low = seqs.num_blocks[sequences]
         count = blocks - low
         pages = int(np.add.reduce(np.multiply(count, seqs.width[sequences], dtype=np.int64)))
-        if self.missing(pages):
+        if not self.make_room(pages, "growing"):
             return False
         index = seqs.span(sequences, low, count, pages)
         self._await_next(sequences, pages, wait)
@@ -90,7 +120,7 @@ class ControlPlane:
     def grow_by_one(self, sequence: int, wait: Wait) -> bool:
         """`grow` of one sequence of width 1 by one block, without array arithmetic."""
         seqs = self.seqs
-        if self.missing(1):
+        if not self.make_room(1, "growing"):
             return False
         self._await_next(np.array([sequence]), 1, wait)
         block = int(seqs.num_blocks[sequence])
@@ -127,7 +157,7 @@ class ControlPlane:
             pages = int(np.multiply(count, seqs.width[cut], dtype=np.int64).sum())
             index = seqs.span(cut, low[some], count, pages)
             seqs.touch(cut)
-            self._clear(index, ticket, distinct=self._distinct(sequences))
+            self._clear(index, ticket, distinct=self._distinct(sequences, blocks))
         self._set_blocks(sequences, low)
 
     def _clear(self, index: Int64, ticket: Ticket, *, distinct: bool) -> None:
@@ -138,8 +168,10 @@ class ControlPlane:
             seqs.cells[where] = NO_SLOT
             seqs.mark(where, ticket)
 
-    def _distinct(self, sequences: Index) -> bool:
-        return int(self.seqs.width[sequences].max()) == 1
+    def _distinct(self, sequences: Index, blocks: Int32) -> bool:
+        """Whether no slot is released twice: beams share pages, and so do published prefixes."""
+        alone = sequences.size == 1 or int(blocks.min()) > 0  # a prefix goes only as a whole
+        return alone and int(self.seqs.width[sequences].max()) == 1
 
     def destroy(self, sequence: int, ticket: Ticket) -> None:
         """Frees everything of one sequence and forgets it."""
@@ -150,6 +182,7 @@ class ControlPlane:
                 slots.release(parked[:, group].reshape(-1), ticket, distinct=len(parked) == 1)
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
+        self.reuse.let_go(sequence)
         seqs.destroy(sequence)
 
     # -- questions ---------------------------------------------------------------------------------
@@ -166,7 +199,7 @@ class ControlPlane:
         """The largest share of a pool group's slots that others hold."""
         own = self.held_by(sequence)
         return max(
-            (slots.capacity - slots.num_free - mine) / slots.capacity
+            (slots.capacity - slots.num_free - slots.num_evictable - mine) / slots.capacity
             for slots, mine in zip(self.slots, own, strict=True)
         )
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import Event, Stream
 from kvcore.ids import NO_TICKET, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """The moment after several others, each of another stream."""
+
+    parts: tuple[Ticket, ...]
+
+    def done(self) -> bool:
+        return True  # asked at the front of the queue: the parts, which are older, have passed
 
 
 class Fences:
@@ -19,7 +30,7 @@ class Fences:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Ticket, Event, Stream]] = deque()
+        self._pending: deque[tuple[Ticket, Event | _Both, Stream | None]] = deque()
         self._first = 1  # ticket of the oldest pending entry
         self._next = 1
         self._only: Stream | None = None  # the stream of all pending entries, if it is one
@@ -56,16 +67,56 @@ class Fences:
         if ticket < self._first or not self._pending:
             return
         _, event, owner = self._pending[ticket - self._first]
-        if owner is not stream:
+        if isinstance(event, _Both):
+            for part in event.parts:
+                self.wait_one(stream, part)
+        elif owner is not stream:
             stream.wait(event)
 
     def newest_of_each_stream(self, tickets: set[Ticket]) -> list[Ticket]:
         """Those of `tickets` that may not have passed, and only the last of each stream."""
-        newest: dict[Stream, Ticket] = {}
-        for ticket in sorted(tickets):
-            if ticket >= self._first and self._pending:
-                newest[self._pending[ticket - self._first][2]] = ticket
+        newest: dict[Stream | None, Ticket] = {}
+        for ticket in sorted(self._parts(tickets)):
+            newest[self._pending[ticket - self._first][2]] = ticket
         return list(newest.values())
+
+    def join(self, before: NDArray[np.int64], ticket: Ticket) -> NDArray[np.int64] | Ticket:
+        """Tickets that stand for both `before[i]` and `ticket`, which was recorded later.
+
+        One for all where nothing before can still be running on another stream.
+        """
+        if not self._pending or int(before.max(initial=0)) < self._first:
+            return ticket
+        if not ticket:  # has passed
+            return before
+        if self._only is not None:
+            return ticket
+        joint: NDArray[np.int64] = np.full(before.shape, ticket, np.int64)
+        for old in np.unique(before[before >= self._first]).tolist():
+            joint[before == old] = self._join_two(Ticket(old), ticket)
+        return joint
+
+    def _join_two(self, old: Ticket, ticket: Ticket) -> Ticket:
+        parts = tuple(sorted(self.newest_of_each_stream({old, ticket})))
+        if len(parts) == 1:
+            return parts[0]
+        joint = Ticket(self._next)
+        self._next += 1
+        self._pending.append((joint, _Both(parts), None))
+        self._only = None
+        return joint
+
+    def _parts(self, tickets: set[Ticket]) -> set[Ticket]:
+        """The single moments behind `tickets` that may not have passed."""
+        single: set[Ticket] = set()
+        for ticket in tickets:
+            if ticket >= self._first and self._pending:
+                event = self._pending[ticket - self._first][1]
+                if isinstance(event, _Both):
+                    single |= self._parts(set(event.parts))
+                else:
+                    single.add(ticket)
+        return single
 
     def _forget_passed(self) -> None:
         for _ in range(2):  # twice as fast as they come, so the queue stays short

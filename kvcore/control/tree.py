@@ -1,0 +1,368 @@
+"""The prefix tree: which token prefixes have pages, and where.
+
+A path-compressed radix tree over blocks, with one root per scope. Equality of tokens decides, so no
+hash can collide. Matching changes nothing; only publishing splits runs. Based on the radix trees of
+prefix caches such as SGLang's (https://arxiv.org/abs/2312.07104), on runs of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.config import ReuseScope
+from kvcore.control.eviction import EvictionQueue
+from kvcore.control.ghosts import Ghosts, Pressure
+from kvcore.control.keychain import KeyChain
+from kvcore.control.listener import TreeListener
+from kvcore.control.node import TOKEN_BYTES, Node, Root, common_tokens
+from kvcore.control.slots import SlotTable
+from kvcore.ids import Ticket
+from kvcore.keys import root_key
+
+Int32 = NDArray[np.int32]
+
+Epochs = tuple[int | None, int | None]
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest known prefix of some tokens.
+
+    `path` leads from below the root to the node of the last matched block, in which `tail` tokens
+    match if they are not all: `blocks` full blocks come before it.
+    """
+
+    path: list[Node]
+    blocks: int
+    tail: int
+
+    def pages(self, count: int, groups: int) -> Int32:
+        """Slots `[layer groups, count]` of the first `count` blocks. A copy."""
+        parts = []
+        for node in self.path:
+            if node.start >= count:
+                break
+            parts.append(node.slots[:, : min(node.size, count - node.start)])
+        if not parts:
+            return np.empty((groups, 0), np.int32)
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+class PrefixTree:
+    """All roots of a manager, and the line of pages that may be evicted.
+
+    Parameters
+    ----------
+    slots_of : list of SlotTable
+        By layer group.
+    tokens_per_block : int
+    """
+
+    def __init__(self, slots_of: list[SlotTable], tokens_per_block: int) -> None:
+        self.slots_of = slots_of
+        self.tokens_per_block = tokens_per_block
+        self.block_bytes = tokens_per_block * TOKEN_BYTES
+        self.roots: dict[tuple[ReuseScope, Epochs], Root] = {}
+        self.stale: list[Root] = []
+        self.queue = EvictionQueue(slots_of[0])
+        self.keys = KeyChain(tokens_per_block)
+        self.listener: TreeListener | None = None
+        self.ghosts = Ghosts()
+        self._stamp = 0
+        self._serial = 0
+
+    def root(self, scope: ReuseScope, epochs: Epochs) -> Root:
+        """The root of a scope, made if need be."""
+        root = self.roots.get((scope, epochs))
+        if root is None:
+            root = Root(scope, epochs, len(self.slots_of), root_key(scope, *epochs))
+            self.roots[scope, epochs] = root
+        return root
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def match(self, root: Root | None, tokens: memoryview, partial: bool) -> Match:
+        """The longest prefix of `tokens` below `root`.
+
+        With `partial` the last block may match in its first tokens only; else a block matches
+        whole, or as a partial one that ends exactly where `tokens` do. Changes nothing.
+        O(tokens) of comparing, plus O(nodes).
+        """
+        found = Match([], 0, 0)
+        node: Node | None = root
+        at, step, size = 0, self.block_bytes, len(tokens)
+        while node is not None and at < size:
+            child = node.children.get(bytes(tokens[at : at + step]))
+            if child is None:
+                if partial:
+                    self._match_child(node, tokens[at : at + step], found)
+                break
+            found.path.append(child)
+            length = len(child.tokens)
+            if child.partial:
+                found.tail = length // TOKEN_BYTES
+                break
+            if child.tokens.startswith(tokens[at : at + length]) and size - at >= length:
+                found.blocks += child.size
+                at += length
+                node = child
+                continue
+            blocks, tail = divmod(
+                common_tokens(child.tokens, tokens[at : at + length]), self.tokens_per_block
+            )
+            found.blocks += blocks
+            found.tail = tail if partial else 0
+            break
+        return found
+
+    def _match_child(self, node: Node, block: memoryview, found: Match) -> None:
+        child, found.tail = node.closest(bytes(block))
+        if child is not None:
+            found.path.append(child)
+
+    def walk(self) -> Iterator[Node]:
+        """Every node that can be found, parents first."""
+        for root in self.roots.values():
+            yield from below(root)
+
+    # -- publishing --------------------------------------------------------------------------------
+
+    def insert(
+        self, node: Node, at: int, tokens: memoryview, slots: Int32, ready: Ticket
+    ) -> tuple[Node, Int32, int]:
+        """Puts full blocks below block `at` of the path through `node`.
+
+        Parameters
+        ----------
+        node : Node
+            Holds block `at - 1` or lies below it; a root for `at` 0.
+        tokens : memoryview
+            The image of the blocks.
+        slots : int32 array [layer groups, n]
+            Their pages, held by whoever publishes them.
+        ready : Ticket
+            The moment after which they may be read.
+
+        Returns
+        -------
+        node : Node
+            Holds the last of the blocks.
+        pages : int32 array [layer groups, n]
+            Their pages in the tree: the given ones where the block is new.
+        known : int
+            How many of them were there already.
+        """
+        pages, known, count = slots.copy(), 0, slots.shape[1]
+        node = above(node, at)
+        while known < count:
+            inside, rest = at + known - node.start, tokens[known * self.block_bytes :]
+            if inside == node.size:
+                child = node.children.get(bytes(rest[: self.block_bytes]))
+                if child is None:
+                    break
+                node, inside = child, 0
+            equal = self._equal_blocks(node, inside, rest)
+            pages[:, known : known + equal] = node.slots[:, inside : inside + equal]
+            known += equal
+            if not equal:
+                node = self._split(node, inside)
+                break
+        if known < count:
+            new = slots[:, known:]
+            node = self._add(node, at + known, tokens[known * self.block_bytes :], new)
+            self._publish(node, new, ready)
+        if node.end == at + count:
+            self.queue.leave(node)  # the publisher holds its last block
+        return node, pages, known
+
+    def insert_partial(
+        self, node: Node, at: int, tokens: bytes, slots: Int32, ready: Ticket
+    ) -> Node | None:
+        """Puts a partial block below block `at`; None, and nothing, if a known block covers it."""
+        node = above(node, at)
+        inside = at - node.start
+        if inside < node.size:
+            if node.tokens.startswith(tokens, inside * self.block_bytes):
+                return None
+            node = self._split(node, inside)
+        elif node.covering(tokens):
+            return None
+        child = self._add(node, at, memoryview(tokens), slots)
+        self._publish(child, slots, ready)
+        return child
+
+    def _equal_blocks(self, node: Node, inside: int, rest: memoryview) -> int:
+        offset = inside * self.block_bytes
+        length = min(len(node.tokens) - offset, len(rest))
+        if node.tokens.startswith(rest[:length], offset):
+            return length // self.block_bytes
+        here = np.frombuffer(node.tokens, np.int32, length // TOKEN_BYTES, offset)
+        there = np.frombuffer(rest, np.int32, length // TOKEN_BYTES)
+        return int((here != there).argmax()) // self.tokens_per_block
+
+    def _split(self, node: Node, inside: int) -> Node:
+        upper = node.split(inside, self.block_bytes)
+        upper.serial = self._next_serial()
+        return upper
+
+    def _add(self, node: Node, at: int, tokens: memoryview, slots: Int32) -> Node:
+        self.queue.leave(node)
+        first = bytes(tokens[: self.block_bytes])
+        shorter = node.partial_prefix(first)
+        if shorter is not None:
+            self._retire(shorter)
+        if len(first) == self.block_bytes and node.size and not node.children:
+            node.extend(tokens, slots)
+            return node
+        child = Node(node, node.root, at, bytearray(tokens), slots.copy())
+        child.partial = len(first) < self.block_bytes
+        child.serial = self._next_serial()
+        node.adopt(child, first)
+        return child
+
+    def _publish(self, node: Node, new: Int32, ready: Ticket) -> None:
+        for slots, taken in zip(self.slots_of, new, strict=True):
+            slots.publish(taken, ready)
+        if self.listener is not None:
+            self.listener.stored(self.keys.run(node, node.size - new.shape[1], self.slots_of))
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    # -- using and removing ------------------------------------------------------------------------
+
+    def hold(self, match: Match, count: int) -> Int32:
+        """Adds a holder to the first `count` pages of a match; their slots."""
+        pages = match.pages(count, len(self.slots_of))
+        for slots, taken in zip(self.slots_of, pages, strict=True):
+            slots.hold_published(taken)
+        if match.path:
+            node = above(match.path[-1], count)
+            if node.end == count:
+                self.queue.leave(node)
+        return pages
+
+    def let_go(self, node: Node, blocks: int) -> None:
+        """Stamps the path down to block `blocks`, which somebody has just let go. O(nodes)."""
+        self._stamp += 1
+        node = above(node, blocks)
+        while not node.alive and node.parent is not None:
+            blocks, node = node.start, node.parent
+        last: Node | None = node
+        step: Node | None = node
+        while step is not None and step.size:
+            step.touch(min(step.size, blocks - step.start), self._stamp)
+            step = step.parent
+        if last is not None:
+            self.queue.offer(last)
+
+    def evict(self, count: int, pressure: Pressure) -> int:
+        """Frees the pages of up to `count` blocks, the least important first; how many it were.
+
+        Amortised O(sqrt(tips)) per run, O(1) per further block of a run.
+        """
+        freed: list[Int32] = []
+        left = count
+        while left and len(self.queue):
+            node = self.queue.first()
+            blocks = self.queue.tail(node, left)
+            gone = self._cut(node, blocks, pressure)
+            left -= blocks
+            if blocks > 1:
+                freed.append(gone)
+            else:
+                for group, slots in enumerate(self.slots_of):
+                    slots.withdraw_one(gone.item(group, 0))
+        for gone in freed:
+            self._free(gone)
+        return count - left
+
+    def _free(self, pages: Int32) -> None:
+        for slots, gone in zip(self.slots_of, pages, strict=True):
+            slots.withdraw(gone)
+
+    def _cut(self, node: Node, count: int, pressure: Pressure) -> Int32:
+        """Takes the last `count` blocks of a tip away; their slots, still marked as in the tree."""
+        left = node.size - count
+        if self.listener is not None and not node.root.stale:
+            self.listener.removed(self.keys.backwards(node, left), None)
+        if left:
+            first = left * self.block_bytes
+            block = bytes(node.tokens[first : first + self.block_bytes])
+            self.ghosts.remember(node, block, pressure)
+            gone = node.trim(count, self.block_bytes)
+            self.queue.requeue(node)
+            return gone
+        self.queue.leave(node)
+        self._unlink(node, pressure)
+        return node.run
+
+    def _unlink(self, node: Node, pressure: Pressure) -> None:
+        parent, first = node.parent, bytes(node.tokens[: self.block_bytes])
+        if parent is None:
+            return
+        node.alive = False
+        parent.drop(node, first)
+        self.ghosts.remember(parent, first, pressure)
+        if parent.parent is not None:
+            self.queue.offer(parent)
+        elif not parent.children:
+            self._forget_root(parent.root)
+
+    def _forget_root(self, root: Root) -> None:
+        root.alive = False
+        if root.stale:
+            self.stale.remove(root)
+        else:
+            del self.roots[root.scope, root.epochs]
+
+    def _retire(self, node: Node) -> None:
+        """A partial block leaves, because a longer one takes its place."""
+        parent: Node = node.parent  # type: ignore[assignment]  # it is no root
+        if self.listener is not None:
+            self.listener.removed(self.keys.backwards(node, 0), None)
+        self.queue.leave(node)
+        node.alive = False
+        parent.drop(node, bytes(node.tokens))
+        self._free(node.run)
+
+    def make_stale(self, passed: Callable[[Root], bool]) -> None:
+        """Puts roots out of reach. Their pages go first when room is needed."""
+        for root in [root for root in self.roots.values() if passed(root)]:
+            nodes = list(below(root))
+            if self.listener is not None:
+                for node in reversed(nodes):
+                    self.listener.removed(self.keys.backwards(node, 0), None)
+            root.stale = True
+            del self.roots[root.scope, root.epochs]
+            self.stale.append(root)
+            for node in nodes:
+                if node.waiting >= 0:
+                    self.queue.requeue(node)
+
+    def clear(self, pressure: Pressure) -> None:
+        """Takes every page away. Nobody holds one."""
+        while len(self.queue):
+            node = self.queue.first()
+            self._free(self._cut(node, node.size, pressure))
+
+
+def above(node: Node, at: int) -> Node:
+    """The node on the way up that holds block `at - 1`: the root for 0."""
+    while node.start >= at and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def below(root: Node) -> Iterator[Node]:
+    """Every node under `root`, parents first."""
+    open_nodes = list(root.children.values())
+    while open_nodes:
+        node = open_nodes.pop()
+        yield node
+        open_nodes += node.children.values()

@@ -1,0 +1,156 @@
+"""What a sequence publishes for reuse by others."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcore.beams import Beams
+from kvcore.control.reuse import Claim
+from kvcore.drops import PlannedDrop
+from kvcore.errors import StateError, wrong
+from kvcore.tokens import TokenIds, token_view
+
+
+class Publishing(Beams):
+    """The part of a `KVCache` that feeds the prefix tree."""
+
+    __slots__ = ()
+
+    def commit(self, tokens: TokenIds, is_end: bool = False) -> None:
+        """Declares the keys and values of the next tokens final and publishes full blocks.
+
+        Parameters
+        ----------
+        tokens : sequence or array of int [n]
+            The ids at the positions from `num_committed_tokens` on. Their keys and values are
+            written, or enqueued on the stream the cache is bound to.
+        is_end : bool
+            Nothing follows: the partial last block is published too (if `enable_partial_commit`),
+            and then committing has stopped. Its page must not be written any more.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Wrong ids; more tokens than the capacity holds.
+        StateError
+            It is not active; committing has stopped; beams differ in a block to be published;
+            `commit_min_snapshot` is set and the history is neither the old nor the new number of
+            committed tokens. Nothing changed.
+
+        Notes
+        -----
+        The history becomes at least the number of committed tokens. A block whose tokens are in
+        the tree already is replaced by the page there, and the own page is freed. Records an event;
+        a stream that reads the pages waits for it. O(n), about 0.2 ms for 128k tokens without
+        events. Tokens of a block that is not full are kept until it is.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._active("commit")
+            image = token_view("tokens", tokens, text_only=runtime.config.text_only)
+            if not image:
+                if is_end:
+                    self._stop()
+                return
+            claim = runtime.control.reuse.claims[sequence]
+            self._check_commit(claim, len(image) // 4)
+            self._commit(claim, image)
+            if runtime.config.commit_min_snapshot and not is_end:
+                self._snapshot()
+            if is_end:
+                self._stop()
+
+    def stop_committing(self) -> None:
+        """Publishes the partial last block, if that is allowed and new, and nothing more after it.
+
+        Idempotent. The page of that block must not be written any more. Raises `StateError` once
+        closed.
+        """
+        with self._runtime.lock:
+            self._open()
+            self._stop()
+
+    def plan_committed_block_drop(self) -> PlannedDrop | None:
+        """A handle that drops from the tree what only this sequence's end needs.
+
+        That is the window of sliding-window groups and the state of recurrent ones; full attention
+        keeps its pages. None if nothing was committed or the tree has not all of it.
+
+        Raises
+        ------
+        StateError
+            Committing has not stopped.
+        """
+        with self._runtime.lock:
+            claim = self._runtime.control.reuse.claims[self._open()]
+            if not claim.stopped:
+                raise StateError("plan_committed_block_drop: call stop_committing() first")
+            size = self._runtime.control.seqs.shape.tokens_per_block
+            held = claim.blocks * size >= claim.committed
+            lost = self._runtime.control.reuse.is_lost(claim)
+            return PlannedDrop() if claim.committed and held and not lost else None
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _check_commit(self, claim: Claim, count: int) -> None:
+        runtime, sequence = self._runtime, self._sequence
+        if claim.stopped:
+            raise StateError("commit: committing has stopped; only an empty commit is allowed now")
+        total = claim.committed + count
+        if total > self.capacity:
+            raise wrong("tokens", f"at most {self.capacity - claim.committed} up to the capacity",
+                        count, "resize() first")  # fmt: skip
+        if runtime.config.commit_min_snapshot and self.history_length not in (
+            claim.committed,
+            total,
+        ):
+            raise StateError(
+                f"commit: with commit_min_snapshot the history ({self.history_length}) must be the "
+                f"committed tokens before ({claim.committed}) or after ({total}) the call"
+            )
+        reuse = runtime.control.reuse
+        if not reuse.rows_agree(sequence, claim.blocks, reuse.new_blocks(claim, count)):
+            raise StateError(
+                "commit: the beams differ in a block to be published; choose one first with "
+                "set_beam_width(1, parents=[winner])"
+            )
+
+    def _commit(self, claim: Claim, image: memoryview) -> None:
+        runtime, sequence = self._runtime, self._sequence
+        reuse, seqs = runtime.control.reuse, runtime.control.seqs
+        full = reuse.new_blocks(claim, len(image) // 4)
+        if full:
+            ready = runtime.streams.moment(sequence)
+            pages = reuse.insert(sequence, image, ready)
+            own = seqs.page_rows(sequence)[0, :, claim.blocks : claim.blocks + pages.shape[1]]
+            if np.count_nonzero(own != pages):
+                slots_of = runtime.control.slots_of
+                after = [s.ready(row) for s, row in zip(slots_of, pages, strict=True)]
+                runtime.streams.wait_for(sequence, [t for t in after if t is not None])
+                reuse.adopt(sequence, pages, ready)
+                runtime.bound_rows.refresh(sequence)
+        reuse.advance(sequence, image)
+        seqs.history[sequence] = max(seqs.history.item(sequence), claim.committed)
+
+    def _snapshot(self) -> None:
+        """Publishes a copy of the partial last block, if it is new and a slot can be had."""
+        runtime, sequence = self._runtime, self._sequence
+        control, reuse = runtime.control, runtime.control.reuse
+        if not reuse.tail_is_new(sequence) or not control.make_room(1, "snapshot"):
+            return
+        copy, after = control.take_block()
+        try:
+            runtime.streams.wait_for(sequence, after)
+            block = reuse.claims[sequence].blocks
+            own = control.seqs.page_rows(sequence)[0, :, block : block + 1]
+            runtime.copy_blocks(sequence, own, copy)
+            ready = runtime.streams.moment(sequence)
+        except BaseException:
+            control.give_back(copy, runtime.streams.moment(sequence))
+            raise
+        reuse.insert_tail(sequence, ready, copy)
+
+    def _stop(self) -> None:
+        runtime, sequence = self._runtime, self._sequence
+        if not runtime.control.reuse.claims[sequence].stopped:
+            runtime.publish_tail(sequence, runtime.streams.moment(sequence))
