@@ -18,6 +18,8 @@ from kvcore.config import (
     SsmLayerConfig,
     SwaScratchReuseConfig,
 )
+from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
+from kvcore.drops import PlannedDrop
 from kvcore.errors import (
     CacheCapacityError,
     DriverError,
@@ -27,12 +29,17 @@ from kvcore.errors import (
     OutOfPagesError,
     StateError,
 )
+from kvcore.events import KVCacheEventManager
+from kvcore.explanation import Explanation, MissReason
 from kvcore.ids import CacheTier, PageIndexMode, Status
 from kvcore.keys import sequence_to_blockchain_keys
 from kvcore.kv_cache import KVCache
 from kvcore.layout import PageIndexConverter
 from kvcore.manager import KVCacheManager
+from kvcore.pins import Pin
 from kvcore.pools import AggregatedPageDesc, PoolGroupDesc, StorageStatistics
+from kvcore.prefix import KeyMatch
+from kvcore.retention import Retention
 from kvcore.tokens import gen_multimodal_cache_key_tokens
 
 __version__ = "0.1.0"
@@ -47,19 +54,28 @@ __all__ = [
     "CacheTier",
     "DiskCacheTierConfig",
     "DriverError",
+    "Explanation",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
     "InternalError",
     "KVCache",
     "KVCacheDesc",
+    "KVCacheEventManager",
+    "KVCacheIterationStats",
     "KVCacheManager",
     "KVCacheManagerConfig",
+    "KVCacheStats",
     "KVCoreError",
+    "KeyMatch",
+    "MissReason",
     "OutOfMemoryError",
     "OutOfPagesError",
     "PageIndexConverter",
     "PageIndexMode",
+    "Pin",
+    "PlannedDrop",
     "PoolGroupDesc",
+    "Retention",
     "ReuseScope",
     "SsmLayerConfig",
     "StateError",

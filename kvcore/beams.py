@@ -143,7 +143,11 @@ class Beams(Handle):
         if plan is None:
             return False
         ticket = self._copy(plan)
+        before, size = self.beam_width, runtime.control.seqs.shape.tokens_per_block
         publish_rebinding(runtime.control, plan, ticket)
+        copied = sum(copy.src.size for copy in plan.copies) // len(plan.taken)
+        shared = self.history_length // size
+        runtime.control.stats.rebound(sequence, before, len(parents), shared, copied)
         runtime.bound_rows.release(sequence, first_beam=len(parents))
         runtime.bound_rows.refresh(sequence)
         return True

@@ -161,12 +161,12 @@ class StreamingEventSink:
             self.num_partial += 1
         elif not image[IMAGE.itemsize - 1 :: IMAGE.itemsize].isascii():  # some sign bit
             self.num_multimodal += 1
-        elif not placed:
-            self.num_orphans += 1
         elif self._num_stored >= self._cap:
             self.num_dropped += 1
             if self.num_dropped & (self.num_dropped - 1) == 0:
                 _log.warning("%d stored blocks beyond the cap left out", self.num_dropped)
+        elif not placed:
+            self.num_orphans += 1
         else:
             return True
         return False

@@ -99,6 +99,8 @@ class KVCache(Publishing):
             runtime.streams.bind(sequence, bound)
             if first and not self._first_resume():
                 return False
+            if first:
+                runtime.control.stats.admitted(sequence)
             runtime.control.seqs.unpark(sequence)
             return True
 
@@ -185,7 +187,9 @@ class KVCache(Publishing):
                 blocks = div_ceil(new, seqs.shape.tokens_per_block)
                 if blocks < seqs.num_blocks[sequence]:
                     runtime.shrink(np.array([sequence]), np.array([blocks], np.int32))
-            seqs.capacity[sequence], seqs.history[sequence] = new, history
+            seqs.capacity[sequence] = new
+            if history_length is not None:
+                seqs.set_history_of_one(sequence, history)
             return True
 
     # -- page indices ------------------------------------------------------------------------------

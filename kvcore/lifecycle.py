@@ -35,6 +35,7 @@ class Lifecycle:
         retention: Retention | Sequence[Retention] | None = None,
         custom_priority_callback: PriorityOf | None = None,
         now: float | None = None,
+        stats_excluded: bool = False,
     ) -> KVCache:
         """A new sequence: SUSPENDED, width 1, with the pages of the longest known prefix.
 
@@ -56,6 +57,8 @@ class Lifecycle:
             under the manager's lock.
         now : float, optional
             The present moment of the caller's clock, where `retention` has a `ttl`.
+        stats_excluded : bool
+            Count nothing of it: a warm-up or dummy sequence.
 
         Returns
         -------
@@ -97,6 +100,8 @@ class Lifecycle:
             claim.retention, claim.priority_of = entries, custom_priority_callback
             claim.now = now
             reuse.claim(sequence, claim, match, length)
+            asked = len(image) // 4
+            runtime.control.stats.created(sequence, id, prompt, asked, length, stats_excluded)
             return KVCache(runtime, sequence, prompt, id)
 
     def create_kv_caches(
@@ -124,6 +129,8 @@ class Lifecycle:
             epochs = reuse.epochs(scope)
             for sequence in sequences:
                 reuse.claims[sequence] = Claim(scope, epochs)
+            for sequence, prompt, id in zip(sequences, prompts, ids, strict=True):
+                runtime.control.stats.created(sequence, id, prompt, 0, 0, excluded=False)
             return [
                 KVCache(runtime, sequence, prompt, id)
                 for sequence, prompt, id in zip(sequences, prompts, ids, strict=True)

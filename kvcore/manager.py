@@ -164,7 +164,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
                 return False
             seqs.capacity[sequences] = capacity
             if history is not None:
-                seqs.history[sequences] = new_history
+                seqs.set_history(sequences, np.broadcast_to(new_history, sequences.shape))
             return True
 
     def _advance_one(self, kv_caches: list[KVCache], n: int) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcore.checks import as_int
 from kvcore.control.sizing import max_seq_len_that_fits
+from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
 from kvcore.layer_config import array_type
@@ -120,6 +121,27 @@ class PoolQueries:
                     runtime.layout.pool_groups, runtime.control.slots, strict=True
                 )
             )
+
+    def get_committed_stats(self) -> KVCacheStats:
+        """Counters over all reports since the start. A copy."""
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            return replace(runtime.control.stats.total)
+
+    def get_and_reset_iteration_stats(self) -> tuple[KVCacheIterationStats, ...]:
+        """Counters by layer group since the last call, which begin at 0 again."""
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            return runtime.control.stats.take_iteration()
+
+    def get_dirty_stats_ids(self) -> set[object]:
+        """The `id` of each open sequence that has something to report."""
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.enter()
+            return runtime.control.stats.dirty()
 
     def get_quota(self, level: int = 0) -> int:
         """Bytes of memory that the pools of a level occupy; 0 after `shutdown`."""

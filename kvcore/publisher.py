@@ -200,7 +200,9 @@ class ZmqEventPublisher:
                 if closed:
                     return
         finally:
-            self._sockets.close()
+            with self._lock:  # also after an error, such as a terminated context
+                self._closed = True
+                self._sockets.close()
 
     def _replay(self, request: list[bytes]) -> None:
         """Answers [client, (empty,) start]; anything else gets the end alone."""

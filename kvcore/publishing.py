@@ -6,6 +6,7 @@ import numpy as np
 
 from kvcore.beams import Beams
 from kvcore.control.reuse import Claim
+from kvcore.control.statistics import KVCacheStats
 from kvcore.drops import PlannedDrop
 from kvcore.errors import StateError, wrong
 from kvcore.tokens import TokenIds, token_view
@@ -90,6 +91,22 @@ class Publishing(Beams):
             lost = self._runtime.control.reuse.is_lost(claim)
             return PlannedDrop() if claim.committed and held and not lost else None
 
+    # -- statistics --------------------------------------------------------------------------------
+
+    def commit_pending_stats(self) -> KVCacheStats:
+        """Reports what this sequence allocated and reused since the last report, and returns it.
+
+        A scheduler calls it when a step is certain to run; until then shrinking takes back what
+        growing counted. All zero with `enable_stats` off or for an excluded sequence.
+        """
+        with self._runtime.lock:
+            return self._runtime.control.stats.commit(self._open())
+
+    def discard_pending_stats(self) -> None:
+        """Forgets what is not reported, as `close` does."""
+        with self._runtime.lock:
+            self._runtime.control.stats.discard(self._open())
+
     # -- steps -------------------------------------------------------------------------------------
 
     def _check_commit(self, claim: Claim, count: int) -> None:
@@ -130,7 +147,7 @@ class Publishing(Beams):
                 reuse.adopt(sequence, pages, ready)
                 runtime.bound_rows.refresh(sequence)
         reuse.advance(sequence, image)
-        seqs.history[sequence] = max(seqs.history.item(sequence), claim.committed)
+        seqs.set_history_of_one(sequence, max(seqs.history.item(sequence), claim.committed))
 
     def _snapshot(self) -> None:
         """Publishes a copy of the partial last block, if it is new and a slot can be had."""
@@ -149,6 +166,7 @@ class Publishing(Beams):
             control.give_back(copy, runtime.streams.moment(sequence))
             raise
         reuse.insert_tail(sequence, ready, copy)
+        control.stats.copied(1)
 
     def _stop(self) -> None:
         runtime, sequence = self._runtime, self._sequence

@@ -187,7 +187,7 @@ class Runtime:
         control.seqs.parked[sequence][0, :, -1:] = target
         for slots, page in zip(control.slots_of, source, strict=True):
             slots.release(page, ticket, distinct=True)
-        control.reuse.return_loan(sequence)
+        control.stats.copied_loan(sequence, control.reuse.return_loan(sequence))
 
     def copy_blocks(self, sequence: int, src: Int32, dst: Int32) -> None:
         """Enqueues copies of whole pages `[layer groups, n]` on a sequence's stream."""

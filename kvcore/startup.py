@@ -35,6 +35,9 @@ def open_runtime(config: KVCacheManagerConfig, device: Device, stream: object) -
             min_snapshot=config.commit_min_snapshot,
             backoff=config.reuse_match_backoff,
         ),
+        tuple(sum(group.slot_bytes) for group in layout.pool_groups)
+        if config.enable_stats
+        else None,
     )
     pools = _reserve_pools(device, layout, num_slots, grain)
     try:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.reuse import PrefixReuse, ReuseRules
-from kvcore.control.sequences import SequenceTable, TableShape
+from kvcore.control.sequences import NO_LIMIT, SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
+from kvcore.control.statistics import Statistics
 from kvcore.ids import NO_SLOT, Ticket, div_ceil
 
 Index = NDArray[np.intp]
@@ -36,6 +37,8 @@ class ControlPlane:
         The pool group of each layer group.
     rules : ReuseRules, optional
         What may be reused.
+    slot_bytes : sequence of int, optional
+        Bytes of a slot of each pool group. Without, nothing is counted.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ControlPlane:
         num_slots: tuple[int, ...],
         pool_group_of: tuple[int, ...],
         rules: ReuseRules | None = None,
+        slot_bytes: tuple[int, ...] | None = None,
     ) -> None:
         self.seqs = SequenceTable(shape)
         self.slots = [SlotTable(count) for count in num_slots]
@@ -51,6 +55,8 @@ class ControlPlane:
         self.slots_of = [self.slots[group] for group in pool_group_of]  # by layer group
         self._groups_in = [pool_group_of.count(group) for group in range(len(num_slots))]
         self.reuse = PrefixReuse(self.seqs, self.slots_of, rules or ReuseRules())
+        nbytes = [0 if slot_bytes is None else slot_bytes[group] for group in pool_group_of]
+        self.stats = Statistics(self.seqs, nbytes, slot_bytes is not None)
 
     # -- growing -----------------------------------------------------------------------------------
 
@@ -66,7 +72,7 @@ class ControlPlane:
                 return False
             short = max(short, div_ceil(missing, groups))
         if short > 0:
-            self.reuse.make_room(short, call)
+            self.stats.dropped(self.reuse.make_room(short, call))
         return True
 
     def take_block(self) -> tuple[Int32, tuple[Int64, ...]]:
@@ -158,7 +164,20 @@ class ControlPlane:
             index = seqs.span(cut, low[some], count, pages)
             seqs.touch(cut)
             self._clear(index, ticket, distinct=self._distinct(sequences, blocks))
+            self._take_back(cut, low[some])
         self._set_blocks(sequences, low)
+
+    def _take_back(self, sequences: Index, blocks: Int32) -> None:
+        """Cut blocks are not counted any more, as far as they were not reported."""
+        seqs = self.seqs
+        seqs.stat_from[sequences] = np.minimum(seqs.stat_from[sequences], blocks)
+        generating = seqs.gen_from[sequences]
+        seqs.gen_from[sequences] = np.where(
+            generating == NO_LIMIT, NO_LIMIT, np.minimum(generating, blocks)
+        )
+        if self.stats.enabled:
+            for sequence, left in zip(sequences.tolist(), blocks.tolist(), strict=True):
+                self.stats.cut(sequence, left)
 
     def _clear(self, index: Int64, ticket: Ticket, *, distinct: bool) -> None:
         seqs = self.seqs
@@ -183,6 +202,7 @@ class ControlPlane:
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
         self.reuse.let_go(sequence)
+        self.stats.ended(sequence)
         seqs.destroy(sequence)
 
     # -- questions ---------------------------------------------------------------------------------

@@ -162,14 +162,19 @@ class PrefixReuse:
         if claim is not None and claim.node is not None:
             self.tree.let_go(claim.node, claim.blocks)
 
-    def return_loan(self, sequence: int) -> None:
-        """The last matched block was copied, and the shared page of it released."""
+    def return_loan(self, sequence: int) -> bool:
+        """The last matched block was copied, and the shared page of it released.
+
+        False if that page has left the tree meanwhile.
+        """
         claim = self.claims[sequence]
+        offered = claim.node is not None and claim.node.alive and not claim.node.root.stale
         claim.borrowed = False
         claim.blocks -= 1
         if claim.node is not None:
             self.tree.let_go(claim.node, claim.blocks + 1)
             claim.node = above(claim.node, claim.blocks) if claim.blocks else None
+        return offered
 
     def is_lost(self, claim: Claim) -> bool:
         """Whether the weights have changed since the sequence began: it publishes nothing more."""
@@ -330,9 +335,9 @@ class PrefixReuse:
 
     # -- room --------------------------------------------------------------------------------------
 
-    def make_room(self, blocks: int, call: str) -> None:
-        """Evicts up to `blocks` blocks."""
-        self.tree.evict(blocks, Pressure(call, blocks, self.pinned))
+    def make_room(self, blocks: int, call: str) -> int:
+        """Evicts up to `blocks` blocks; how many it were."""
+        return self.tree.evict(blocks, Pressure(call, blocks, self.pinned))
 
     def pin(self, match: Match, length: int) -> tuple[Node, int, Int32]:
         """Holds the pages of a match: its node, its blocks, its pages."""

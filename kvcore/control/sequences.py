@@ -76,6 +76,9 @@ class SequenceTable:
             n, NO_LIMIT, np.int32
         )  # shortest table bound by the caller
         self.stream: Int32 = np.zeros(n, np.int32)  # which of the manager's streams
+        self.stat_from: Int32 = np.zeros(n, np.int32)  # first block not reported yet
+        self.gen_from: Int32 = np.full(n, NO_LIMIT, np.int32)  # first block added in generation
+        self.prompt: Int32 = np.full(n, NO_LIMIT, np.int32)  # history at which generation starts
         self.rows: Index = np.full((n, shape.max_beam_width), -1, np.intp)
         self.table = _reserved(shape)
         self.cells: Int32 = self.table.reshape(-1)
@@ -139,6 +142,20 @@ class SequenceTable:
         self.parked.pop(sequence, None)
         self.touch(sequence)
         self._free_sequences.append(sequence)
+
+    def set_history(self, sequences: Index, history: Int32) -> None:
+        """Sets history lengths; those that reach their prompt's end begin to generate."""
+        self.history[sequences] = history
+        reached = history >= self.prompt[sequences]
+        if np.count_nonzero(reached):
+            some = sequences[reached]
+            self.gen_from[some], self.prompt[some] = self.num_blocks[some], NO_LIMIT
+
+    def set_history_of_one(self, sequence: int, history: int) -> None:
+        """`set_history` without arrays."""
+        self.history[sequence] = history
+        if history >= self.prompt.item(sequence):
+            self.gen_from[sequence], self.prompt[sequence] = self.num_blocks[sequence], NO_LIMIT
 
     def take_row(self) -> int:
         """A table row full of `NO_SLOT`. The caller has checked `num_free_rows`."""
