@@ -1,4 +1,4 @@
-"""Runs suites: `python -m bench [control import kernels streams] [--json FILE] [--filter TEXT]`."""
+"""Runs suites: `python -m bench [SUITE ...] [--json FILE] [--filter TEXT]`; none named is all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from bench.harness import Case, Result, run_case, save, table
 
 SUITES = {
     "control": ("bench.control", "bench.decode"),
+    "prefix": ("bench.prefix",),
     "import": ("bench.imports",),
+    "replay": ("bench.replay",),
     "kernels": ("bench.kernels",),
     "streams": ("bench.streams", "bench.decode_cuda"),
 }

@@ -71,7 +71,7 @@ class ZmqEventPublisher:
     hwm : int
         Messages that may wait in the socket for one slow subscriber, who loses those beyond.
     linger_ms : int
-        How long `close` leaves the last messages to the network, in the background.
+        How long `close` waits for slow subscribers to take the last messages.
 
     Raises
     ------
@@ -167,7 +167,7 @@ class ZmqEventPublisher:
         return number
 
     def close(self) -> None:
-        """Sends what is queued, ends the thread and closes the sockets; idempotent. BLOCKS."""
+        """Sends what is queued and frees the ports; idempotent. BLOCKS, at most `linger_ms`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -203,6 +203,7 @@ class ZmqEventPublisher:
             with self._lock:  # also after an error, such as a terminated context
                 self._closed = True
                 self._sockets.close()
+            self._sockets.end()
 
     def _replay(self, request: list[bytes]) -> None:
         """Answers [client, (empty,) start]; anything else gets the end alone."""
@@ -232,30 +233,31 @@ class _Sockets:
     def __init__(self, endpoint: str, replay_endpoint: str | None, hwm: int, linger: int) -> None:
         import zmq
 
-        context: Any = zmq.Context.instance()
+        self._context: Any = zmq.Context()  # its own, so that its end is the ports' end
         self._open: list[Any] = []
         try:
-            self._pub = self._socket(context, zmq.PUB, hwm, linger)
+            self._pub = self._socket(zmq.PUB, hwm, linger)
             self._pub.bind(endpoint)
             self.endpoint: str = self._pub.last_endpoint.decode()
-            self._router = self._socket(context, zmq.ROUTER, 0, linger)
+            self._router = self._socket(zmq.ROUTER, 0, linger)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._router.bind(replay_endpoint)
                 self.replay_endpoint = self._router.last_endpoint.decode()
-            self._bell = self._socket(context, zmq.PAIR, 0, 0)
-            self._ear = self._socket(context, zmq.PAIR, 0, 0)
+            self._bell = self._socket(zmq.PAIR, 0, 0)
+            self._ear = self._socket(zmq.PAIR, 0, 0)
             self._ear.bind(f"inproc://kvcore-events-{id(self)}")
             self._bell.connect(f"inproc://kvcore-events-{id(self)}")
         except zmq.ZMQError:
             self.close()
+            self.end()
             raise
         self._poller = zmq.Poller()
         for socket in (self._ear, self._router):
             self._poller.register(socket, zmq.POLLIN)
 
-    def _socket(self, context: Any, kind: int, hwm: int, linger: int) -> Any:
-        socket = context.socket(kind)
+    def _socket(self, kind: int, hwm: int, linger: int) -> Any:
+        socket = self._context.socket(kind)
         self._open.append(socket)
         socket.set_hwm(hwm)
         socket.linger = linger
@@ -287,3 +289,7 @@ class _Sockets:
         """Closes all, also after a failed start."""
         for socket in self._open:
             socket.close()
+
+    def end(self) -> None:
+        """Waits, as long as messages linger, until the ports are free."""
+        self._context.term()

@@ -277,7 +277,7 @@ def test_a_branch_keeps_its_trunk():
     assert there(m, a, b) == [0, 0]
 
 
-def test_sorted_pieces_are_a_sorted_list():
+def test_sorted_pieces_are_a_sorted_map():
     rng = random.Random(3)
     pieces, model = SortedPieces(), []
     for _ in range(6000):
@@ -286,17 +286,38 @@ def test_sorted_pieces_are_a_sorted_list():
             pieces.remove(key)
         else:
             key = rng.randrange(1 << 40)
-            pieces.add(key)
+            pieces.put(key, -key)
             model = sorted([*model, key])
         if model:
-            assert pieces.first() == model[0]
+            assert pieces.first() == -model[0]
             probe = rng.choice(model) + rng.randrange(-1, 2)
-            below = [x for x in model if x < probe]
-            above = [x for x in model if x >= probe]
-            expected = (below[-1] if below else None), (above[0] if above else None)
-            assert pieces.neighbours(probe) == expected
-    assert list(pieces) == model
+            below = [-x for x in model if x < probe]
+            above = [-x for x in model if x >= probe]
+            assert pieces.neighbours(probe) == [*below[-1:], *above[:1]]
+    assert list(pieces) == [-key for key in model]
     assert len(pieces) == len(model)
+    for _ in range(100):
+        pieces.sift_next(lambda value: value % 3)
+    assert list(pieces) == [-key for key in model if -key % 3]
+    pieces.sift_at(model[0], lambda value: False)
+    assert len(pieces) < sum(key % 3 > 0 for key in model)
+
+
+def test_the_order_of_children_forgets_those_that_left():
+    """Also where neighbours in the order leave one after the other."""
+    m = opaque_manager(slots=1024)
+    for i in range(1000):
+        seed(m, [7, i, 0, 0])
+    assert m.probe_reuse(input_tokens=[7, 500, 1, 1]) == 2
+    squeeze(m, 1024 - 40)
+    (root,) = m._runtime.control.reuse.tree.roots.values()
+    assert len(root.children) == 40
+    assert m.probe_reuse(input_tokens=[7, 500, 1, 1]) == 1
+    assert m.probe_reuse(input_tokens=[7, 990, 1, 1]) == 2
+    for i in range(1000):
+        seed(m, [7, i, 1, 0])
+    assert len(root.children.order) < 4 * 1024
+    assert m.probe_reuse(input_tokens=[7, 500, 2, 2]) == 2
 
 
 def test_the_closest_of_many_branches_is_found():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-EXTRA = ("typer", "rich", "safetensors")
-"""Packages of the `cli` extra that the commands cannot do without."""
+EXTRA = ("typer", "rich", "safetensors", "matplotlib")
+"""Packages of the `cli` extra, without which a command cannot do what it was asked to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import typer
 
 import kvcore
 from kvcore.cli import EXTRA
+from kvcore.cli.replay import command as replay
 from kvcore.errors import KVCoreError
 
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -55,6 +56,7 @@ def make_app() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(top)
     app.command("demo")(demo)
+    app.command("replay")(replay)
     app.command("bench", context_settings=PASS_ON, add_help_option=False)(bench)
     return app
 

@@ -27,29 +27,24 @@ class EvictionQueue:
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
-        self._order: SortedPieces[int] = SortedPieces()
-        self._nodes: dict[int, Node] = {}
+        self._order: SortedPieces[int, Node] = SortedPieces()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
+    def __bool__(self) -> bool:
+        return bool(self._order)
 
     def offer(self, node: Node) -> None:
         """Lets `node` wait if its last block can go. O(sqrt n)."""
-        if node.waiting != NOT_WAITING or node.children or not (node.alive and node.size):
+        if node.waiting != NOT_WAITING or node.children or not node.size:
             return
         slot = node.slots.item(0, node.size - 1)
-        if self._slots.refs.item(slot):
-            return
-        key = self._key(node, slot)
-        node.waiting = key
-        self._nodes[key] = node
-        self._order.add(key)
+        if not self._slots.refs.item(slot):
+            node.waiting = self._key(node, slot)
+            self._order.put(node.waiting, node)
 
     def leave(self, node: Node) -> None:
         """`node` waits no longer."""
-        if node.waiting != NOT_WAITING:
+        if node.waiting >= 0:
             self._order.remove(node.waiting)
-            del self._nodes[node.waiting]
             node.waiting = NOT_WAITING
 
     def requeue(self, node: Node) -> None:
@@ -61,16 +56,24 @@ class EvictionQueue:
 
     def first(self) -> Node:
         """The node whose last block goes next. There is one."""
-        return self._nodes[self._order.first()]
+        return self._order.first()
+
+    def take_first(self) -> Node:
+        """`first`, which waits no longer."""
+        node = self._order.pop_first()
+        node.waiting = NOT_WAITING
+        return node
 
     def waiting(self) -> list[Node]:
-        """All waiting nodes, in no particular order."""
-        return list(self._nodes.values())
+        """All waiting nodes, the first to go first."""
+        return list(self._order)
 
     def tail(self, node: Node, most: int) -> int:
         """How many blocks at the end of a waiting node go before any other node's."""
-        stairs = node.stairs
-        count = min(most, node.size - (stairs[1][0] if len(stairs) > 1 else 0))
+        steps = node.steps
+        count = node.size - steps[2] if len(steps) > 2 else node.size
+        if count > most:
+            count = most
         if count == 1:
             return 1
         pages = node.slots[0, node.size - count : node.size]
@@ -80,7 +83,7 @@ class EvictionQueue:
 
     def _key(self, node: Node, slot: int) -> int:
         rank = RECLAIM if node.root.stale else 1 + self._slots.priority.item(slot)
-        return rank << STAMP_BITS | node.stairs[0][1]
+        return rank << STAMP_BITS | node.steps[1]
 
 
 def _after_last(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

@@ -31,9 +31,13 @@ class Ghosts:
         self._new: dict[tuple[int, int], tuple[int, Pressure]] = {}
         self._old: dict[tuple[int, int], tuple[int, Pressure]] = {}
         self._count = 0
+        self._serial = 0
 
     def remember(self, node: Node, block: bytes, pressure: Pressure) -> None:
         """A run that began with `block` was evicted from below `node`'s last block."""
+        if not node.serial:
+            self._serial += 1
+            node.serial = self._serial
         self._count += 1
         self._new[node.serial, hash(block)] = self._count, pressure
         if len(self._new) >= MOST:

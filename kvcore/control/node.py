@@ -7,6 +7,8 @@ key in `children` is the image of the child's first block, so two siblings never
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -19,8 +21,10 @@ Int32 = NDArray[np.int32]
 
 TOKEN_BYTES: Final = 4
 KEY_BYTES: Final = 32
+SIFTED: Final = 256  # children that leave before another piece of the order is sifted
 FEW: Final = 16  # children that are compared one by one; of more the neighbours in order suffice
 NOT_WAITING: Final = -1
+GONE: Final = -2
 
 
 class Node:
@@ -37,29 +41,26 @@ class Node:
         Image of their tokens.
     slots : int32 array [layer groups, at least size]
         Their pages. `run` is the part in use.
-    stairs : list of (end, stamp)
+    steps : tuple of int (end, stamp, end, stamp, ...)
         Blocks below `end` were last let go at `stamp`. Uses cover prefixes, so stamps fall towards
         the tail; the tail's comes first. Blocks beyond the first end were never let go.
     waiting : int
-        The key under which it waits for eviction, or `NOT_WAITING`.
-    alive : bool
-        Whether it is in the tree, reachable or not.
+        The key under which it waits for eviction, `NOT_WAITING`, or `GONE` from the tree.
+    serial : int
+        Its name in the memory of evicted blocks, 0 before it has one.
     """
 
     __slots__ = (
-        "_order",
-        "alive",
         "children",
         "keys",
-        "num_partial",
         "parent",
         "partial",
         "root",
         "serial",
         "size",
         "slots",
-        "stairs",
         "start",
+        "steps",
         "tokens",
         "waiting",
     )
@@ -71,15 +72,12 @@ class Node:
         self.root: Root = self if root is None else root  # type: ignore[assignment]
         self.start, self.tokens, self.slots = start, tokens, slots
         self.size: int = slots.shape[1]
-        self.stairs: list[tuple[int, int]] = []
-        self.children: dict[bytes, Node] = {}
+        self.steps: tuple[int, ...] = ()
+        self.children: Children = NO_CHILDREN
         self.keys: bytearray | None = None
         self.partial = False
-        self.num_partial = 0  # partial children
         self.waiting = NOT_WAITING
-        self.alive = True
         self.serial = 0
-        self._order: SortedPieces[bytes] | None = None
 
     @property
     def end(self) -> int:
@@ -90,6 +88,16 @@ class Node:
     def run(self) -> Int32:
         """Slots `[layer groups, size]`. A view."""
         return self.slots[:, : self.size]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is in the tree, reachable or not."""
+        return self.waiting != GONE
+
+    @property
+    def stairs(self) -> list[tuple[int, int]]:
+        """`steps` as pairs."""
+        return list(zip(self.steps[::2], self.steps[1::2], strict=True))
 
     # -- growing and shrinking ---------------------------------------------------------------------
 
@@ -112,11 +120,10 @@ class Node:
         del self.tokens[left * block_bytes :]
         if self.keys is not None:
             del self.keys[left * KEY_BYTES :]
-        stairs = self.stairs
-        while stairs and (stairs[1][0] if len(stairs) > 1 else 0) >= left:
-            del stairs[0]
-        if stairs and stairs[0][0] > left:
-            stairs[0] = left, stairs[0][1]
+        steps = self.steps
+        while len(steps) > 2 and steps[2] >= left:
+            steps = steps[2:]
+        self.steps = (min(steps[0], left), *steps[1:]) if steps and left else ()
         return gone
 
     def split(self, at: int, block_bytes: int) -> Node:
@@ -124,59 +131,54 @@ class Node:
         parent: Node = self.parent  # type: ignore[assignment]  # only roots have none
         cut = at * block_bytes
         upper = Node(parent, self.root, self.start, self.tokens[:cut], self.slots[:, :at].copy())
-        parent.children[bytes(upper.tokens[:block_bytes])] = upper
+        parent.children.add(bytes(upper.tokens[:block_bytes]), upper)
         if self.keys is not None:
             upper.keys = self.keys[: at * KEY_BYTES]
             self.keys = self.keys[at * KEY_BYTES :]
-        below = [(end - at, stamp) for end, stamp in self.stairs if end > at]
-        upper.stairs = [(end, stamp) for end, stamp in self.stairs if end <= at]
-        if below and (not upper.stairs or upper.stairs[0][0] < at):
-            upper.stairs.insert(0, (at, self.stairs[len(below) - 1][1]))
-        self.stairs = below
+        stairs = self.stairs
+        below = [(end - at, stamp) for end, stamp in stairs if end > at]
+        above = [(end, stamp) for end, stamp in stairs if end <= at]
+        if below and (not above or above[0][0] < at):
+            above.insert(0, (at, stairs[len(below) - 1][1]))
+        upper.steps = tuple(chain.from_iterable(above))
+        self.steps = tuple(chain.from_iterable(below))
         self.tokens = self.tokens[cut:]
         self.slots = self.run[:, at:].copy()
         self.size -= at
         self.start += at
         self.parent = upper
-        upper.children[bytes(self.tokens[:block_bytes])] = self
+        upper.adopt(self, bytes(self.tokens[:block_bytes]))
         return upper
 
     def touch(self, end: int, stamp: int) -> None:
         """The first `end` blocks were let go just now. O(1), amortised."""
-        stairs = self.stairs
-        while stairs and stairs[-1][0] <= end:
-            stairs.pop()
-        stairs.append((end, stamp))
+        steps = self.steps
+        while steps and steps[-2] <= end:
+            steps = steps[:-2]
+        self.steps = (*steps, end, stamp)
 
     # -- children ----------------------------------------------------------------------------------
 
     def adopt(self, child: Node, key: bytes) -> None:
         """Links a child whose first block is `key`."""
-        self.children[key] = child
-        self.num_partial += child.partial
-        if self._order is not None:
-            self._order.add(key)
+        if self.children is NO_CHILDREN:
+            self.children = Children()
+        self.children.add(key, child)
 
     def drop(self, child: Node, key: bytes) -> None:
         """Unlinks a child, which keeps its way up."""
-        del self.children[key]
-        self.num_partial -= child.partial
-        if self._order is not None:
-            self._order.remove(key)
-            if len(self.children) <= FEW // 2:
-                self._order = None
+        if len(self.children) == 1:
+            self.children = NO_CHILDREN
+        else:
+            self.children.remove(key, child)
 
     def closest(self, wanted: bytes) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with `wanted`, and how many.
-
-        O(sqrt n), once many children were put in order: the closest one is a neighbour there.
-        """
-        candidates = self.children.keys() if len(self.children) <= FEW else self._near(wanted)
+        """The child that shares most leading tokens with `wanted`, and how many."""
         best, most = None, 0
-        for key in candidates:
-            common = common_tokens(key, wanted)
+        for child in self.children.near(wanted):
+            common = common_tokens(child.tokens, wanted)
             if common > most:
-                best, most = self.children[key], common
+                best, most = child, common
         return best, most
 
     def covering(self, wanted: bytes) -> bool:
@@ -185,7 +187,7 @@ class Node:
 
     def partial_prefix(self, wanted: bytes) -> Node | None:
         """The partial child that `wanted` starts with and goes beyond; there is at most one."""
-        if not self.num_partial:
+        if not self.children.num_partial:
             return None
         for length in range(TOKEN_BYTES, len(wanted), TOKEN_BYTES):
             child = self.children.get(wanted[:length])
@@ -193,10 +195,60 @@ class Node:
                 return child
         return None
 
-    def _near(self, wanted: bytes) -> list[bytes]:
-        if self._order is None:
-            self._order = SortedPieces(self.children)
-        return [key for key in self._order.neighbours(wanted) if key is not None]
+
+class Children(dict[bytes, Node]):
+    """Children by the image of their first block, put in order once they are many.
+
+    Those that leave stay in the order for a while: it is sifted piece by piece.
+    """
+
+    __slots__ = ("_left", "num_partial", "order")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_partial = 0
+        self.order: SortedPieces[bytes, Node] | None = None
+        self._left = 0
+
+    def add(self, key: bytes, child: Node) -> None:
+        """A new child, or another full one for the same block."""
+        self[key] = child
+        self.num_partial += child.partial
+        if self.order is not None:
+            self.order.put(key, child)
+
+    def remove(self, key: bytes, child: Node) -> None:
+        """One child less, which is gone."""
+        del self[key]
+        self.num_partial -= child.partial
+        if self.order is not None:
+            self._left += 1
+            if self._left % SIFTED == 0:
+                self.order.sift_next(_is_there)
+
+    def near(self, wanted: bytes) -> Iterable[Node]:
+        """Those that may share most leading tokens with `wanted`: of many its neighbours in order.
+
+        O(sqrt n) once they are in order, amortised.
+        """
+        if len(self) <= FEW:
+            self.order = None
+            return self.values()
+        if self.order is None:
+            self.order = SortedPieces(self.items())
+        found = self.order.neighbours(wanted)
+        while not all(map(_is_there, found)):
+            self.order.sift_at(wanted, _is_there)
+            found = self.order.neighbours(wanted)
+        return found
+
+
+def _is_there(node: Node) -> bool:
+    return node.waiting != GONE
+
+
+NO_CHILDREN: Final = Children()
+"""Of every tip: most nodes are tips."""
 
 
 class Root(Node):

@@ -86,6 +86,7 @@ class PrefixReuse:
         self._lora_epochs: dict[int, int] = {}
         for slots in slots_of:
             slots.priority[:] = DEFAULT_PRIORITY
+        self._pressure = Pressure("", 0, 0)  # the last one: mostly the next one too
         self._plain = True  # no page has another priority
 
     # -- scopes ------------------------------------------------------------------------------------
@@ -337,7 +338,10 @@ class PrefixReuse:
 
     def make_room(self, blocks: int, call: str) -> int:
         """Evicts up to `blocks` blocks; how many it were."""
-        return self.tree.evict(blocks, Pressure(call, blocks, self.pinned))
+        pressure = self._pressure
+        if pressure.needed != blocks or pressure.call != call or pressure.pinned != self.pinned:
+            pressure = self._pressure = Pressure(call, blocks, self.pinned)
+        return self.tree.evict(blocks, pressure)
 
     def pin(self, match: Match, length: int) -> tuple[Node, int, Int32]:
         """Holds the pages of a match: its node, its blocks, its pages."""

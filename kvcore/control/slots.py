@@ -40,16 +40,15 @@ class SlotTable:
     """
 
     __slots__ = (
+        "_readable_after",
         "_stack",
         "capacity",
         "in_tree",
         "join",
-        "newest_ready",
         "newest_ticket",
         "num_evictable",
         "num_free",
         "priority",
-        "readable_after",
         "refs",
         "reusable_after",
     )
@@ -63,8 +62,7 @@ class SlotTable:
         self.in_tree: UInt8 = np.zeros(capacity, np.uint8)
         self.priority: UInt8 = np.zeros(capacity, np.uint8)
         self.num_evictable = 0
-        self.readable_after: Int64 = np.zeros(capacity, np.int64)  # of published pages
-        self.newest_ready: Ticket = NO_TICKET
+        self._readable_after: Int64 | None = None  # of published pages; made for the first ticket
         self.join: Join = _later
         self._stack: Int32 = np.arange(capacity - 1, -1, -1, dtype=np.int32)
 
@@ -178,13 +176,14 @@ class SlotTable:
         """Distinct held pages are in the tree from now on; they may be read after `ready`."""
         where = as_index(slots)
         self.in_tree[where] = PUBLISHED
-        if ready or self.newest_ready:
-            self.readable_after[where] = ready
-            self.newest_ready = max(self.newest_ready, ready)
+        if ready and self._readable_after is None:
+            self._readable_after = np.zeros(self.capacity, np.int64)
+        if self._readable_after is not None:
+            self._readable_after[where] = ready
 
     def ready(self, slots: Int32) -> Int64 | None:
         """The moments after which published `slots` may be read; None if all have passed."""
-        return self.readable_after[slots] if self.newest_ready else None
+        return None if self._readable_after is None else self._readable_after[slots]
 
     def withdraw(self, slots: Int32) -> None:
         """Published pages leave the tree: those that nobody holds are free."""

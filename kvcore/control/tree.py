@@ -18,7 +18,7 @@ from kvcore.control.eviction import EvictionQueue
 from kvcore.control.ghosts import Ghosts, Pressure
 from kvcore.control.keychain import KeyChain
 from kvcore.control.listener import TreeListener
-from kvcore.control.node import TOKEN_BYTES, Node, Root, common_tokens
+from kvcore.control.node import GONE, TOKEN_BYTES, Node, Root, common_tokens
 from kvcore.control.slots import SlotTable
 from kvcore.ids import Ticket
 from kvcore.keys import root_key
@@ -73,7 +73,6 @@ class PrefixTree:
         self.listener: TreeListener | None = None
         self.ghosts = Ghosts()
         self._stamp = 0
-        self._serial = 0
 
     def root(self, scope: ReuseScope, epochs: Epochs) -> Root:
         """The root of a scope, made if need be."""
@@ -205,9 +204,7 @@ class PrefixTree:
         return int((here != there).argmax()) // self.tokens_per_block
 
     def _split(self, node: Node, inside: int) -> Node:
-        upper = node.split(inside, self.block_bytes)
-        upper.serial = self._next_serial()
-        return upper
+        return node.split(inside, self.block_bytes)
 
     def _add(self, node: Node, at: int, tokens: memoryview, slots: Int32) -> Node:
         self.queue.leave(node)
@@ -220,7 +217,6 @@ class PrefixTree:
             return node
         child = Node(node, node.root, at, bytearray(tokens), slots.copy())
         child.partial = len(first) < self.block_bytes
-        child.serial = self._next_serial()
         node.adopt(child, first)
         return child
 
@@ -229,10 +225,6 @@ class PrefixTree:
             slots.publish(taken, ready)
         if self.listener is not None:
             self.listener.stored(self.keys.run(node, node.size - new.shape[1], self.slots_of))
-
-    def _next_serial(self) -> int:
-        self._serial += 1
-        return self._serial
 
     # -- using and removing ------------------------------------------------------------------------
 
@@ -268,11 +260,15 @@ class PrefixTree:
         """
         freed: list[Int32] = []
         left = count
-        while left and len(self.queue):
+        while left and self.queue:
             node = self.queue.first()
-            blocks = self.queue.tail(node, left)
-            gone = self._cut(node, blocks, pressure)
+            blocks = 1 if node.size == 1 else self.queue.tail(node, left)
             left -= blocks
+            if blocks == node.size:
+                self._remove_first(pressure)
+                gone = node.run
+            else:
+                gone = self._trim(node, blocks, pressure)
             if blocks > 1:
                 freed.append(gone)
             else:
@@ -286,36 +282,37 @@ class PrefixTree:
         for slots, gone in zip(self.slots_of, pages, strict=True):
             slots.withdraw(gone)
 
-    def _cut(self, node: Node, count: int, pressure: Pressure) -> Int32:
+    def _trim(self, node: Node, count: int, pressure: Pressure) -> Int32:
         """Takes the last `count` blocks of a tip away; their slots, still marked as in the tree."""
         left = node.size - count
         if self.listener is not None and not node.root.stale:
             self.listener.removed(self.keys.backwards(node, left), None)
-        if left:
-            first = left * self.block_bytes
-            block = bytes(node.tokens[first : first + self.block_bytes])
-            self.ghosts.remember(node, block, pressure)
-            gone = node.trim(count, self.block_bytes)
-            self.queue.requeue(node)
-            return gone
-        self.queue.leave(node)
-        self._unlink(node, pressure)
-        return node.run
+        first = left * self.block_bytes
+        block = bytes(node.tokens[first : first + self.block_bytes])
+        self.ghosts.remember(node, block, pressure)
+        gone = node.trim(count, self.block_bytes)
+        self.queue.requeue(node)
+        return gone
 
-    def _unlink(self, node: Node, pressure: Pressure) -> None:
-        parent, first = node.parent, bytes(node.tokens[: self.block_bytes])
-        if parent is None:
-            return
-        node.alive = False
+    def _remove_first(self, pressure: Pressure) -> Node:
+        """Takes the first tip of the line away; its slots are still marked as in the tree."""
+        node = self.queue.take_first()
+        if self.listener is not None and not node.root.stale:
+            self.listener.removed(self.keys.backwards(node, 0), None)
+        parent: Node = node.parent  # type: ignore[assignment]  # it is no root
+        first = bytes(node.tokens if node.size == 1 else node.tokens[: self.block_bytes])
+        node.waiting = GONE
         parent.drop(node, first)
         self.ghosts.remember(parent, first, pressure)
-        if parent.parent is not None:
-            self.queue.offer(parent)
-        elif not parent.children:
-            self._forget_root(parent.root)
+        if not parent.children:
+            if parent.parent is not None:
+                self.queue.offer(parent)
+            else:
+                self._forget_root(parent.root)
+        return node
 
     def _forget_root(self, root: Root) -> None:
-        root.alive = False
+        root.waiting = GONE
         if root.stale:
             self.stale.remove(root)
         else:
@@ -327,7 +324,7 @@ class PrefixTree:
         if self.listener is not None:
             self.listener.removed(self.keys.backwards(node, 0), None)
         self.queue.leave(node)
-        node.alive = False
+        node.waiting = GONE
         parent.drop(node, bytes(node.tokens))
         self._free(node.run)
 
@@ -347,9 +344,8 @@ class PrefixTree:
 
     def clear(self, pressure: Pressure) -> None:
         """Takes every page away. Nobody holds one."""
-        while len(self.queue):
-            node = self.queue.first()
-            self._free(self._cut(node, node.size, pressure))
+        while self.queue:
+            self._free(self._remove_first(pressure).run)
 
 
 def above(node: Node, at: int) -> Node:
