@@ -10,8 +10,13 @@ import pytest
 import kvcore.control.beams as beams
 from kvcore.batch import Batch
 from kvcore.bound_rows import BoundRows
+from kvcore.control.deadlines import Deadlines
+from kvcore.control.eviction import STAMP_BITS, EvictionQueue
+from kvcore.control.node import Node
+from kvcore.control.reuse import PrefixReuse
 from kvcore.control.sequences import SequenceTable
 from kvcore.control.slots import SlotTable
+from kvcore.control.tree import PrefixTree
 from kvcore.device.fences import Fences
 from kvcore.device.staging import StagingRing
 from kvcore.device.tables import DeviceTables
@@ -73,6 +78,34 @@ def merge_without_waits(self, dirty):
     dirty[:] = [DirtyCells(np.unique(np.concatenate([entry.index for entry in dirty])))]
 
 
+def find_and_use(self, scope, tokens, right=PrefixReuse.look_up):
+    match, length = right(self, scope, tokens)
+    if match.path:
+        self.tree.let_go(match.path[-1], match.blocks + (match.tail > 0))
+    return match, length
+
+
+def hold_without_counting(self, slots, holders=1):
+    self.refs[slots] += holders
+
+
+def newest_first(self, node, slot, right=EvictionQueue._key):
+    rank, stamp = divmod(right(self, node, slot), 1 << STAMP_BITS)
+    return rank << STAMP_BITS | (1 << STAMP_BITS) - 1 - stamp
+
+
+def whatever_the_priority(self, node, slot, right=EvictionQueue._key):
+    return right(self, node, slot) % (1 << STAMP_BITS)
+
+
+def all_of_the_tail(self, node, most, right=EvictionQueue.tail):
+    return min(most, node.size)
+
+
+def not_covered(self, wanted):
+    return False
+
+
 FAULTS = {
     "new slots without waiting": (Streams, "wait", nothing),
     "lending without waiting": (Streams, "lend", lend_without_waiting),
@@ -90,6 +123,21 @@ FAULTS = {
     "copies from the wrong parent": (beams, "_share_out", copy_from_the_wrong_parent),
     "copies of one pool": (Runtime, "copy_pages", copy_only_the_first_pool),
     "bound rows not refreshed": (BoundRows, "refresh", nothing),
+    "matched pages not held": (SlotTable, "hold_published", nothing),
+    "evictable pages miscounted": (SlotTable, "hold_published", hold_without_counting),
+    "a probe is a use": (PrefixReuse, "look_up", find_and_use),
+    "the newest evicted first": (EvictionQueue, "_key", newest_first),
+    "priorities ignored": (EvictionQueue, "_key", whatever_the_priority),
+    "heads evicted with their tails": (EvictionQueue, "tail", all_of_the_tail),
+    "tips in use evicted": (EvictionQueue, "leave", nothing),
+    "covered partial blocks published": (Node, "covering", not_covered),
+    "shorter blocks left beside longer ones": (Node, "partial_prefix", nothing),
+    "borrowed pages not copied": (Runtime, "copy_blocks", nothing),
+    "duplicates keep their pages": (PrefixReuse, "adopt", nothing),
+    "pages of old weights found": (PrefixTree, "make_stale", nothing),
+    "published pages read too early": (SlotTable, "ready", nothing),
+    "shared pages recycled too early": (SlotTable, "_note", nothing),
+    "times to live outlast a change": (Deadlines, "remove", nothing),
 }
 
 
@@ -105,7 +153,7 @@ def first_failure(most_walks):
     for seed in range(most_walks):
         try:
             stress.walk(seed, 250, deferred=True)
-        except (KVCoreError, IndexError, StopIteration) as error:
+        except (KVCoreError, LookupError, StopIteration, ValueError) as error:
             return error
     return None
 

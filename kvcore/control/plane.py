@@ -207,20 +207,25 @@ class ControlPlane:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def held_by(self, sequence: int) -> list[int]:
-        """Distinct slots the sequence holds in each pool group."""
+    def held_alone(self, sequence: int) -> list[int]:
+        """Slots of each pool group that nobody but the sequence holds."""
         rows = self.seqs.page_rows(sequence)
-        held = [0] * len(self.slots)
+        alone = [0] * len(self.slots)
         for group, pool_group in enumerate(self.pool_group_of):
-            held[pool_group] += np.unique(rows[:, group]).size if len(rows) > 1 else rows.shape[2]
-        return held
+            pages, refs = rows[:, group], self.slots_of[group].refs
+            if len(pages) == 1:
+                alone[pool_group] += int(np.count_nonzero(refs[pages[0]] == 1))
+            else:
+                pages, holders = np.unique(pages, return_counts=True)
+                alone[pool_group] += int(np.count_nonzero(refs[pages] == holders))
+        return alone
 
     def utilisation_without(self, sequence: int) -> float:
         """The largest share of a pool group's slots that others hold."""
-        own = self.held_by(sequence)
+        alone = self.held_alone(sequence)
         return max(
             (slots.capacity - slots.num_free - slots.num_evictable - mine) / slots.capacity
-            for slots, mine in zip(self.slots, own, strict=True)
+            for slots, mine in zip(self.slots, alone, strict=True)
         )
 
     def batch_rows(self, sequences: Index) -> tuple[Index, Index]:

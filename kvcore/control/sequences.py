@@ -259,6 +259,8 @@ class SequenceTable:
     def mark_blocks(self, rows: Index, blocks: int, after: Ticket) -> None:
         """Notes the first `blocks` cells of every layer group of `rows`."""
         shape = self.shape
+        if not shape.twin:
+            return
         groups = np.arange(shape.num_groups) * shape.max_blocks
         ordinals = groups[:, None] + np.arange(blocks)
         index = (rows * self.row_stride)[:, None, None] + ordinals

@@ -168,7 +168,7 @@ class PrefixTree:
             pages[:, known : known + equal] = node.slots[:, inside : inside + equal]
             known += equal
             if not equal:
-                node = self._split(node, inside)
+                node = node.split(inside, self.block_bytes)
                 break
         if known < count:
             new = slots[:, known:]
@@ -187,7 +187,7 @@ class PrefixTree:
         if inside < node.size:
             if node.tokens.startswith(tokens, inside * self.block_bytes):
                 return None
-            node = self._split(node, inside)
+            node = node.split(inside, self.block_bytes)
         elif node.covering(tokens):
             return None
         child = self._add(node, at, memoryview(tokens), slots)
@@ -202,9 +202,6 @@ class PrefixTree:
         here = np.frombuffer(node.tokens, np.int32, length // TOKEN_BYTES, offset)
         there = np.frombuffer(rest, np.int32, length // TOKEN_BYTES)
         return int((here != there).argmax()) // self.tokens_per_block
-
-    def _split(self, node: Node, inside: int) -> Node:
-        return node.split(inside, self.block_bytes)
 
     def _add(self, node: Node, at: int, tokens: memoryview, slots: Int32) -> Node:
         self.queue.leave(node)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.control.slots import PUBLISHED
 from kvcore.errors import KVCoreError
 from kvcore.ids import NO_SLOT, div_ceil
+from kvcore.testing.check_tree import TreeRules, describe_tree
 
 if TYPE_CHECKING:
     from kvcore.control.plane import ControlPlane
@@ -27,11 +29,13 @@ class OracleError(KVCoreError, AssertionError):
 def check(manager: KVCacheManager, *, device: bool = False) -> None:
     """Proves that the structures of a manager agree with each other.
 
-    The rules: on each pool group the free slots and the held ones are disjoint and together all
-    slots; a slot counts as many holders as table cells name it; they all belong to one block of one
-    sequence, and behind its final blocks to one beam; cells without a page are -1; every live beam
-    has its own table row; sizes, limits and statistics are what a recount gives; rows bound by the
-    caller show the table.
+    The rules: on each pool group the free slots, the held ones and the evictable ones are disjoint
+    and together all slots; a slot counts as many holders as table cells and pins name it; unless it
+    is published they all belong to one block of one sequence, and behind its final blocks to one
+    beam; cells without a page are -1; every live beam has its own table row; sizes, limits and
+    statistics are what a recount gives; rows bound by the caller show the table; the prefix tree is
+    one, its pages are marked, what waits for eviction is what may go next, and every sequence has
+    the pages of its path.
 
     Parameters
     ----------
@@ -56,7 +60,9 @@ def check(manager: KVCacheManager, *, device: bool = False) -> None:
         rules.sequences()
         rules.rows()
         cells = [cell for sequence in rules.alive for cell in rules.cells_of(sequence)]
-        rules.slots(cells)
+        published = rules.tree()
+        rules.claims()
+        rules.slots(cells, published)
         rules.blocks(cells)
         rules.statistics(manager)
         rules.bound_rows()
@@ -74,7 +80,7 @@ class _Row:
     slots: Int32
 
 
-class _Rules:
+class _Rules(TreeRules):
     """One method per family of rules; each compares and, where they differ, explains."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -154,20 +160,24 @@ class _Rules:
             for group in range(pages.shape[1]):
                 yield _Row(sequence, beam, group, pages[beam, group])
 
-    def slots(self, cells: list[_Row]) -> None:
+    def slots(self, cells: list[_Row], published: list[list[int]]) -> None:
         for number, table in enumerate(self.control.slots):
             name = f"pool group {number}"
             rows = [row.slots for row in cells if self.control.pool_group_of[row.group] == number]
             named = np.concatenate([*rows, np.empty(0, np.int32)])
             outside = named[(named < 0) | (named >= table.capacity)]
             self.none(f"{name}: cells that name no slot", outside)
-            holders = np.bincount(named, minlength=table.capacity)
-            free = table.free_slots()
+            holders = np.bincount([*named, *self.pinned(number)], minlength=table.capacity)
+            free, kept = table.free_slots(), published[number]
             self.same(f"{name}: distinct free slots", np.unique(free).size, free.size)
             self.same(f"{name}: num_free", free.size, table.num_free)
             self.none(f"{name}: free and held", free[holders[free] > 0])
-            held = int(np.count_nonzero(holders))
-            self.same(f"{name}: free + held = capacity", table.capacity, free.size + held)
+            self.same(f"{name}: free and in the tree", [], np.intersect1d(free, kept).tolist())
+            used = int(np.count_nonzero(holders)) + sum(not holders[slot] for slot in kept)
+            self.same(
+                f"{name}: free + held + evictable = capacity", table.capacity, free.size + used
+            )
+            self.marks(name, table, holders, kept)
             wrong = np.flatnonzero(holders != table.refs)
             counts = list(
                 zip(wrong.tolist(), holders[wrong].tolist(), table.refs[wrong], strict=True)
@@ -179,23 +189,28 @@ class _Rules:
         return np.flatnonzero(tickets >= self.runtime.fences._next)
 
     def blocks(self, cells: list[_Row]) -> None:
-        """A slot is one block of one layer group of one sequence; unless final, of one beam."""
+        """A slot is one block of one layer group, and one sequence's and beam's unless shared."""
         owner: dict[tuple[int, int], tuple[int, int, int]] = {}
         for row in cells:
             pool_group = self.control.pool_group_of[row.group]
-            refs = self.control.slots[pool_group].refs
+            refs, in_tree = (
+                self.control.slots[pool_group].refs,
+                self.control.slots[pool_group].in_tree,
+            )
             final = int(self.seqs.history[row.sequence]) // self.seqs.shape.tokens_per_block
             for ordinal, slot in enumerate(row.slots.tolist()):
-                here = (row.sequence, row.group, ordinal)
+                shared = bool(in_tree[slot])  # or was published, and somebody may read it still
+                here = (-1 if shared else row.sequence, row.group, ordinal)
                 before = owner.setdefault((pool_group, slot), here)
                 self.same(f"slot {slot} serves one (sequence, layer group, block)", before, here)
-                if ordinal >= final:
+                if ordinal >= final and not shared:
                     rule = f"sequence {row.sequence} beam {row.beam}: holders of block {ordinal}"
                     self.same(rule, 1, int(refs[slot]))
 
     def statistics(self, manager: KVCacheManager) -> None:
         for table, stats in zip(self.control.slots, manager.get_storage_statistics(), strict=True):
-            expected = (table.capacity, table.free_slots().size, 0)
+            evictable = int(np.count_nonzero((table.in_tree == PUBLISHED) & (table.refs == 0)))
+            expected = (table.capacity, table.free_slots().size, evictable)
             self.same("statistics", expected, (stats.total, stats.free, stats.evictable))
             self.same("available", stats.free + stats.evictable, stats.available)
             self.same("unavailable", stats.total - stats.available, stats.unavailable)
@@ -241,6 +256,8 @@ def describe(runtime: Runtime) -> str:
         lines.append(f"  pool group {number}: {table.capacity} slots, num_free {table.num_free}")
         lines.append(f"    free {_short(free)}")
         lines.append(f"    holders {_short(list(held.items()))}")
+        lines.append(f"    in the tree {_short(np.flatnonzero(table.in_tree).tolist())}")
+    lines += describe_tree(runtime)
     for s in np.flatnonzero(seqs.width).tolist():
         status = "active" if seqs.active[s] else "suspended"
         lines.append(

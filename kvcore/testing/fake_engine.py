@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvcore.ids import div_ceil
 from kvcore.testing.launches import ContentError, Launches, Look, Part
+from kvcore.testing.lineage import Keys, Lineage
 
 if TYPE_CHECKING:
+    from kvcore.config import ReuseScope
     from kvcore.device.base import Stream
     from kvcore.kv_cache import KVCache
     from kvcore.manager import KVCacheManager
@@ -21,17 +23,18 @@ __all__ = ["POISON", "ContentError", "FakeEngine"]
 POISON = 0xFF
 """Byte of pages that were given up: NaN in every float type."""
 
-Lineage = list[int | None]
-"""What one beam wrote or inherited: a key per position, None where nothing is promised."""
-
 
 class FakeEngine:
     """Writes a pattern of its own into every token and follows each beam's history.
 
-    Every write gets a key never used before, so a wrong page, a wrong beam and a stale page all
-    read as different. Calls that move pages go through the engine, which then moves the histories
-    in the same way. Pages that such a call gives up are overwritten with `0xFF` just before, in the
-    order of the sequence's stream: whoever still reads them is found out.
+    A write without tokens gets keys never used before, so a wrong page, a wrong beam and a stale
+    page all read as different. A write of tokens gets keys that depend on the whole prefix, the
+    scope and the weights, as keys and values do: what another sequence computed of the same prefix
+    reads as right, everything else as wrong. Nothing writes a page that somebody else may read.
+
+    Calls that move pages go through the engine, which then moves the histories in the same way.
+    Pages that such a call gives up are overwritten with `0xFF` just before, in the order of the
+    sequence's stream, and so are new ones: whoever still reads them is found out.
 
     Every buffer must have a dtype and a shape. Works on any device with memory.
 
@@ -42,7 +45,7 @@ class FakeEngine:
     max_rows, max_tokens : int
         Most rows and tokens in one launch; larger work is cut into several.
     poison : bool
-        Whether to overwrite pages before they are given up.
+        Whether to overwrite pages before they are given up and when they are new.
     delay : callable, optional
         Called with the stream between preparing a launch and its work: the place for a latch or a
         delay kernel that widens races.
@@ -84,8 +87,9 @@ class FakeEngine:
         self.delay = delay
         self._groups = range(len(manager.layout.layer_groups))
         self._lineages: WeakKeyDictionary[KVCache, list[Lineage]] = WeakKeyDictionary()
+        self._roots: WeakKeyDictionary[KVCache, Hashable] = WeakKeyDictionary()
+        self._keys = Keys()
         self._looks: list[Look] = []
-        self._next_key = 1
 
     @property
     def delay(self) -> Callable[[Stream], None] | None:
@@ -104,6 +108,40 @@ class FakeEngine:
     def _rows(self, kv: KVCache) -> list[Lineage]:
         return self._lineages.setdefault(kv, [[] for _ in range(kv.beam_width)])
 
+    # -- prefixes ------------------------------------------------------------------------------
+
+    def create_kv_cache(
+        self,
+        reuse_scope: ReuseScope | None = None,
+        input_tokens: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> KVCache:
+        """`KVCacheManager.create_kv_cache`; what was found of the prompt must read as right."""
+        kv = self.manager.create_kv_cache(reuse_scope, input_tokens, **settings)
+        tokens = () if input_tokens is None else input_tokens
+        self.follow(kv, reuse_scope, tokens[: kv.num_committed_tokens])
+        return kv
+
+    def follow(
+        self, kv: KVCache, reuse_scope: ReuseScope | None = None, tokens: Iterable[int] = ()
+    ) -> None:
+        """A cache that was just created and found `tokens`."""
+        lora = None if reuse_scope is None else reuse_scope.lora_id
+        salt = None if reuse_scope is None else reuse_scope.salt
+        adapter = None if lora is None else self.manager.weights_epoch(lora)
+        self._roots[kv] = root = (lora, salt, self.manager.weights_epoch(), adapter)
+        self._lineages[kv] = [[*self._keys.chain(root, map(int, tokens))]]
+
+    def spelled(self, kv: KVCache, beam: int = 0) -> list[int]:
+        """The tokens whose content a beam has, from position 0 on: these may be committed."""
+        return self._keys.tokens(self._root(kv), self.lineage(kv, beam))
+
+    def _root(self, kv: KVCache) -> Hashable:
+        """What the content of position 0 depends on."""
+        if kv not in self._roots:
+            self._roots[kv] = (None, None, self.manager.weights_epoch(), None)
+        return self._roots[kv]
+
     # -- content -------------------------------------------------------------------------------
 
     def write(
@@ -112,10 +150,11 @@ class FakeEngine:
         num_tokens: int | Sequence[int] = 1,
         *,
         start: int | Sequence[int] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
         stream: object = None,
         own_table: bool = False,
     ) -> None:
-        """Fills tokens of all beams with new patterns.
+        """Fills tokens of all beams with patterns.
 
         Parameters
         ----------
@@ -124,12 +163,19 @@ class FakeEngine:
         num_tokens, start : int or sequence of int [len(kv_caches)]
             Which positions, inside the capacity and behind the last final block. `start` defaults
             to the history length.
+        tokens : sequence of sequences of int, optional
+            What each cache computes there, in all its beams. Default: something new.
         stream : optional
             As for `Batch.prepare`.
         own_table : bool
             Finds the pages in the host's table, as an engine does that has device tables of its
             own, instead of preparing a batch. The caches must be bound to one stream, and it runs
             there.
+
+        Raises
+        ------
+        ContentError
+            A token is committed; a page is published, or has another holder.
 
         Notes
         -----
@@ -139,17 +185,50 @@ class FakeEngine:
         starts = [kv.history_length for kv in kv_caches]
         if start is not None:
             starts = _each(start, kv_caches)
+        for kv, first, count in zip(kv_caches, starts, counts, strict=True):
+            if count and first < kv.num_committed_tokens:
+                raise ContentError(f"{kv!r} position {first}: it is committed")
+            self._need_own(kv, first, count)
+        spelled: dict[KVCache, Sequence[int]] = {}
+        if tokens is not None:
+            spelled = dict(zip(kv_caches, tokens, strict=True))
+        begun = dict(zip(kv_caches, starts, strict=True))
         for part in self._launches.parts(kv_caches, starts, counts):
             keys: list[int] = []
             for kv, first, count in zip(*part, strict=True):
+                some = spelled[kv][first - begun[kv] :][:count] if kv in spelled else None
                 for lineage in self._rows(kv):
-                    fresh = range(self._next_key, self._next_key + count)
-                    self._next_key += count
-                    lineage += [None] * (first - len(lineage))
-                    lineage[first : first + count] = fresh
-                    keys += fresh
+                    keys += self._continue(kv, lineage, first, count, some)
             step = self._launches.prepare(part, np.array(keys, np.int64), stream, own_table)
             self._launches.write(step)
+
+    def _continue(
+        self, kv: KVCache, lineage: Lineage, first: int, count: int, tokens: Sequence[int] | None
+    ) -> list[int]:
+        """Writes `count` keys into a lineage and returns them."""
+        lineage += [None] * (first - len(lineage))
+        if tokens is None:
+            keys = [self._keys.new() for _ in range(count)]
+        else:
+            before = lineage[first - 1] if first else self._root(kv)
+            keys = self._keys.chain(self._keys.new() if before is None else before, tokens)
+        lineage[first : first + count] = keys
+        return keys
+
+    def _need_own(self, kv: KVCache, first: int, count: int) -> None:
+        """Refuses to write where somebody else may read."""
+        size, control = self.manager.layout.tokens_per_block, self.manager._runtime.control
+        blocks = range(first // size, div_ceil(first + count, size) if count else 0)
+        for beam in range(kv.beam_width):
+            for group in self._groups:
+                table, row = control.slots_of[group], kv.get_base_page_indices(group, beam)
+                for ordinal, slot in enumerate(row.tolist()):
+                    others = slot >= 0 and (table.refs[slot] > 1 or table.in_tree[slot])
+                    if ordinal in blocks and others:
+                        raise ContentError(
+                            f"{kv!r} beam {beam} block {ordinal}: the page in slot {slot} is "
+                            "published or has other holders, so it must not be written"
+                        )
 
     def look(
         self, kv_caches: Sequence[KVCache], *, stream: object = None, own_table: bool = False
@@ -199,9 +278,25 @@ class FakeEngine:
         """`KVCache.resize`; what lies past a smaller capacity is forgotten."""
         history = kv.history_length if history_length is None else history_length
         if capacity is not None and kv.is_active and kv.history_length <= history <= capacity:
-            self._give_up(kv, self._pages(kv, range(kv.beam_width), capacity))
+            self._give_up(kv, self._pages(kv, range(kv.beam_width), past=capacity))
+        before = kv.num_blocks
         done = kv.resize(capacity, history_length)
         self._cut(kv)
+        self._overwrite(kv, self._pages(kv, range(kv.beam_width), blocks=before))
+        return done
+
+    def advance(
+        self,
+        kv_caches: Sequence[KVCache],
+        n: int | Sequence[int],
+        *,
+        history: Sequence[int] | None = None,
+    ) -> bool:
+        """`KVCacheManager.advance`."""
+        before = [(kv, kv.num_blocks) for kv in kv_caches]
+        done = self.manager.advance(kv_caches, n, history=history)
+        for kv, blocks in before:
+            self._overwrite(kv, self._pages(kv, range(kv.beam_width), blocks=blocks))
         return done
 
     def truncate(self, kv_caches: Sequence[KVCache], capacities: Sequence[int]) -> None:
@@ -210,14 +305,19 @@ class FakeEngine:
         fine = all(kv.is_active and kv.history_length <= n <= kv.capacity for kv, n in sizes)
         if fine and len(set(kv_caches)) == len(sizes):
             for kv, size in sizes:
-                self._give_up(kv, self._pages(kv, range(kv.beam_width), size))
+                self._give_up(kv, self._pages(kv, range(kv.beam_width), past=size))
         self.manager.truncate(kv_caches, capacities)
         for kv in kv_caches:
             self._cut(kv)
 
     def close(self, kv: KVCache) -> None:
-        """`KVCache.close`."""
-        self._give_up(kv, self._pages(kv, range(kv.beam_width)))
+        """`KVCache.close`. A partial last block, which may be published, is not overwritten."""
+        committed, size = kv.num_committed_tokens, self.manager.layout.tokens_per_block
+        pages = self._pages(kv, range(kv.beam_width))
+        if committed % size and self.manager.config.enable_partial_commit:
+            last = committed // size
+            pages -= self._pages(kv, [0], blocks=last) - self._pages(kv, [0], blocks=last + 1)
+        self._give_up(kv, pages)
         kv.close()
         self._lineages.pop(kv, None)
 
@@ -253,11 +353,14 @@ class FakeEngine:
         for lineage in self._rows(kv):
             del lineage[kv.capacity :]
 
-    # -- pages given up ------------------------------------------------------------------------
+    # -- pages given up, and new ones ----------------------------------------------------------
 
-    def _pages(self, kv: KVCache, beams: Iterable[int], past: int = 0) -> set[tuple[int, int]]:
-        """(layer group, slot) of the blocks of some beams that lie past a capacity."""
-        blocks = div_ceil(past, self.manager.layout.tokens_per_block)
+    def _pages(
+        self, kv: KVCache, beams: Iterable[int], past: int = 0, blocks: int | None = None
+    ) -> set[tuple[int, int]]:
+        """(layer group, slot) of some beams past a capacity, or from a block on."""
+        if blocks is None:
+            blocks = div_ceil(past, self.manager.layout.tokens_per_block)
         return {
             (group, slot)
             for beam in beams
@@ -271,7 +374,20 @@ class FakeEngine:
         self._give_up(kv, everything - self._pages(kv, set(parents)))
 
     def _give_up(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
-        """Overwrites pages that the next call frees, after all earlier work on them."""
+        """Overwrites what the next call frees of `pages`, after all earlier work on them."""
+        control = self.manager._runtime.control
+        rows = control.seqs.page_rows(kv._sequence) if pages else None
+        sole = set()
+        for group, slot in pages:
+            table = control.slots_of[group]
+            mates = [g for g, other in enumerate(control.slots_of) if other is table]
+            own = np.count_nonzero(rows[:, mates] == slot) if rows is not None else 0
+            if own == table.refs[slot] and not table.in_tree[slot]:
+                sole.add((group, slot))
+        self._overwrite(kv, sole)
+
+    def _overwrite(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
+        """Fills pages that nobody else reads with `POISON`, on the sequence's stream."""
         stream = kv.stream
         if not self.poison or stream is None or not pages:
             return

@@ -9,29 +9,24 @@ from kvcore.errors import CacheCapacityError, OutOfPagesError, StateError
 from kvcore.ids import NO_SLOT
 from kvcore.testing.check import OracleError, check, describe
 from kvcore.testing.fake_engine import FakeEngine
-from kvcore.testing.model import ModelKVCache, ModelManager, Page
+from kvcore.testing.lockstep_reuse import Pair, ReuseCalls
+from kvcore.testing.model import ModelManager
+from kvcore.testing.model_tree import Page
 
 if TYPE_CHECKING:
-    from kvcore.kv_cache import KVCache
     from kvcore.manager import KVCacheManager
 
 REFUSALS = (OutOfPagesError, CacheCapacityError, StateError, ValueError, TypeError)
 """Exceptions that both sides may raise, the narrower first."""
 
 
-class Pair:
-    """One sequence twice: the handle under test and the model's."""
-
-    def __init__(self, real: KVCache, model: ModelKVCache) -> None:
-        self.real, self.model = real, model
-
-
-class Lockstep:
+class Lockstep(ReuseCalls):
     """Runs every call on a manager and on its model and compares the answers and all that shows.
 
     Compared after each call: its value or the type of its exception, every public property of every
-    sequence, free slots, which table cells name the same page, that pages keep their slots, and
-    that the model's pages hold what the engine's histories say; then `check` runs.
+    sequence, free and evictable slots, which table cells name the same page, that pages keep their
+    slots as long as they can be found, what some prompts find, and that the model's pages hold what
+    the engine's histories say; then `check` runs.
 
     Parameters
     ----------
@@ -55,6 +50,7 @@ class Lockstep:
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
+        super().__init__()
         self.manager = manager
         self.model = ModelManager.of(manager)
         self.engine = FakeEngine(manager) if manager.device.has_memory else None
@@ -84,6 +80,8 @@ class Lockstep:
         def model() -> None:
             for pair, cache in zip(made, self.model.create_kv_caches(prompts), strict=True):
                 pair.model = cache
+                if self.engine is not None:
+                    self.engine.follow(pair.real)
             self.pairs.extend(made)
 
         self.both(real, model)
@@ -124,8 +122,9 @@ class Lockstep:
 
     def advance(self, pairs: Sequence[Pair], n: int | list[int], history: Any = None) -> Any:
         """`advance`."""
+        owner: Any = self.manager if self.engine is None else self.engine
         return self.both(
-            lambda: self.manager.advance([pair.real for pair in pairs], n, history=history),
+            lambda: owner.advance([pair.real for pair in pairs], n, history=history),
             lambda: self.model.advance([pair.model for pair in pairs], n, history),
         )
 
@@ -158,12 +157,18 @@ class Lockstep:
         return lambda *args, **kwargs: follow(pair.real, *args, **kwargs)
 
     def write(
-        self, pairs: Sequence[Pair], starts: list[int], counts: list[int], **launch: Any
+        self,
+        pairs: Sequence[Pair],
+        starts: list[int],
+        counts: list[int],
+        tokens: list[list[int]] | None = None,
+        **launch: Any,
     ) -> None:
         """Fills positions of all beams, on the device and in the model."""
         if self.engine is None:
             return
-        self.engine.write([p.real for p in pairs], counts, start=starts, **launch)
+        reals = [pair.real for pair in pairs]
+        self.engine.write(reals, counts, start=starts, tokens=tokens, **launch)
         for pair, start, count in zip(pairs, starts, counts, strict=True):
             for beam in range(pair.model.beam_width):
                 keys = self.engine.lineage(pair.real, beam)
@@ -190,9 +195,12 @@ class Lockstep:
             self._compare_properties(index, pair)
             self._compare_content(index, pair)
         self._compare_pages()
-        free = [stats.free for stats in self.manager.get_storage_statistics()]
-        if free != [self.model.free] * len(free):
-            self._fail(f"free slots: expected {self.model.free}, got {free}")
+        found = [(s.free, s.evictable) for s in self.manager.get_storage_statistics()]
+        expected = self.model.free, self.model.evictable
+        if found != [expected] * len(found):
+            self._fail(f"free and evictable slots: expected {expected}, got {found}")
+        if wrong := self.different_probe():
+            self._fail(wrong)
         check(self.manager)
 
     def _compare_properties(self, index: int, pair: Pair) -> None:
@@ -225,17 +233,19 @@ class Lockstep:
 
     def _compare_pages(self) -> None:
         """Equal pages of the model are equal slots, different ones different, and they stay."""
-        slot_of: dict[Page, int] = {}
+        kept = {*self.model.tree.pages(), *self.model.held}
+        slot_of = {page: slot for page, slot in self._slot_of.items() if page in kept}
         for index, pair in enumerate(self.pairs):
             for beam, row in enumerate(pair.model.rows):
                 slots = pair.real.get_aggregated_page_indices(0, beam).tolist()
                 for ordinal, (page, slot) in enumerate(zip(row, slots, strict=True)):
-                    before = slot_of.setdefault(page, self._slot_of.get(page, slot))
+                    before = slot_of.setdefault(page, slot)
                     if before != slot:
                         where = f"cache {index} beam {beam} block {ordinal}"
                         self._fail(f"{where}: expected the page in slot {before}, got slot {slot}")
         if len(set(slot_of.values())) != len(slot_of):
-            self._fail("two different pages share a slot")
+            taken = [slot for slot in slot_of.values() if [*slot_of.values()].count(slot) > 1]
+            self._fail(f"different pages share slots {sorted(set(taken))}")
         self._slot_of = slot_of
 
     def _fail(self, what: str) -> None:

@@ -8,34 +8,35 @@ what is free follows from what can be reached. It covers full attention with `be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import CacheCapacityError, StateError
 from kvcore.ids import Status, div_ceil
+from kvcore.testing.model_reuse import ModelCommits, ModelReuse, Wishes
+from kvcore.testing.model_tree import Choice, Node, Page, Scope
 
 if TYPE_CHECKING:
+    from kvcore.config import ReuseScope
     from kvcore.manager import KVCacheManager
 
 
-class Page:
-    """One page; `cells[i]` is the key last written to token i of its block, None if undefined."""
+class ModelKVCache(ModelCommits):
+    """One sequence: a list of pages per beam, its committed tokens, and two numbers."""
 
-    def __init__(self, cells: Iterable[int | None]) -> None:
-        self.cells = list(cells)
-
-
-class ModelKVCache:
-    """One sequence: a list of pages per beam, and three numbers."""
-
-    def __init__(self, manager: ModelManager, prompt: int | None) -> None:
-        self.manager = manager
+    def __init__(
+        self,
+        manager: ModelManager,
+        prompt: int | None,
+        scope: Scope = (None, None),
+        tokens: Sequence[int] = (),
+        found: Sequence[tuple[Node, int]] = (),
+        wishes: Wishes | None = None,
+    ) -> None:
+        super().__init__(manager, scope, tokens, found, wishes or Wishes())
         self.prompt = prompt
         self.status = Status.SUSPENDED
-        self.capacity = 0
-        self.history_length = 0
-        self.num_committed_tokens = 0
-        self.rows: list[list[Page]] = [[]]
+        self.capacity = self.history_length = len(self.tokens)
 
     @property
     def is_active(self) -> bool:
@@ -50,8 +51,10 @@ class ModelKVCache:
     @property
     def num_blocks(self) -> int:
         """Blocks that the capacity takes."""
-        return div_ceil(self.capacity, self.manager.tokens_per_block)
+        blocks: int = div_ceil(self.capacity, self.manager.tokens_per_block)
+        return blocks
 
+    @property
     def pages(self) -> set[Page]:
         """The distinct pages of all beams."""
         return {page for row in self.rows for page in row}
@@ -59,11 +62,16 @@ class ModelKVCache:
     # -- life ----------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """False while others hold more than `max_util_for_resume` of the slots."""
+        """False while others hold more than `max_util_for_resume` of the slots, or pages are short.
+
+        The first one makes a partial last block our own.
+        """
         if self.status is not Status.SUSPENDED:
             raise StateError("resume needs a suspended cache")
-        others = self.manager.held - len(self.pages())
-        if others / self.manager.slots > self.manager.max_util_for_resume:
+        others = self.manager.held_by_others(self)
+        if len(others) / self.manager.slots > self.manager.max_util_for_resume:
+            return False
+        if not self.take_over_borrowed():
             return False
         self.status = Status.ACTIVE
         return True
@@ -74,10 +82,12 @@ class ModelKVCache:
         self.status = Status.SUSPENDED
 
     def close(self) -> None:
-        """Gives everything back; closing twice is nothing."""
+        """Publishes the tail and gives everything back; closing twice is nothing."""
         if self.status is not Status.CLOSED:
+            self.stop_committing()
+            self.manager.tree.touch(self.path())
             self.status = Status.CLOSED
-            self.rows, self.capacity, self.history_length = [], 0, 0
+            self.rows, self.tokens, self.capacity, self.history_length = [], [], 0, 0
             self.manager.caches.remove(self)
 
     # -- size ----------------------------------------------------------------------------------
@@ -88,7 +98,7 @@ class ModelKVCache:
         capacity = self.capacity if capacity is None else capacity
         history = self.history_length if history_length is None else history_length
         self._need_sizes(capacity, history)
-        if self._missing(capacity) > self.manager.free:
+        if not self.manager.make_room(self._missing(capacity)):
             return False
         self._set_sizes(capacity, history)
         return True
@@ -134,10 +144,12 @@ class ModelKVCache:
         if parents is None:
             parents = [i if i < self.beam_width else 0 for i in range(width)]
         self._need_parents(parents, width)
+        if list(parents) == list(range(self.beam_width)):
+            return True
         self._need_beams(width)
         more_rows = max(0, width - self.beam_width)
         more_pages = more_rows * (self.num_blocks - self._shared_blocks())
-        if more_pages > self.manager.free or more_rows > self.manager.free_rows:
+        if more_rows > self.manager.free_rows or not self.manager.make_room(more_pages):
             return False
         self._become(parents, self.capacity)
         return True
@@ -203,8 +215,8 @@ class ModelKVCache:
             raise ValueError("one parent per row, each a live beam")
 
 
-class ModelManager:
-    """Every open sequence, and the sizes that limit them.
+class ModelManager(ModelReuse):
+    """Every open sequence, the published prefixes, and the sizes that limit them.
 
     Examples
     --------
@@ -229,15 +241,23 @@ class ModelManager:
         max_sequences: int = 1 << 30,
         max_util_for_resume: float = 1.0,
         enable_partial_commit: bool = False,
+        enable_partial_reuse: bool = True,
+        commit_min_snapshot: bool = False,
+        reuse_match_backoff: int = 0,
     ) -> None:
-        self.tokens_per_block = tokens_per_block
+        super().__init__(
+            tokens_per_block=tokens_per_block,
+            partial_reuse=enable_partial_reuse,
+            partial_commit=enable_partial_commit,
+            min_snapshot=commit_min_snapshot,
+            backoff=reuse_match_backoff,
+        )
         self.slots = slots
         self.max_beam_width = max_beam_width
         self.max_seq_len = max_seq_len
         self.max_rows = max_rows
         self.max_sequences = max_sequences
         self.max_util_for_resume = max_util_for_resume
-        self.enable_partial_commit = enable_partial_commit
         self.caches: list[ModelKVCache] = []
 
     @classmethod
@@ -253,37 +273,45 @@ class ModelManager:
             max_sequences=config.max_sequences,
             max_util_for_resume=config.max_util_for_resume,
             enable_partial_commit=config.enable_partial_commit,
+            enable_partial_reuse=config.enable_partial_reuse,
+            commit_min_snapshot=config.commit_min_snapshot,
+            reuse_match_backoff=config.reuse_match_backoff,
         )
-
-    @property
-    def held(self) -> int:
-        """Distinct pages that any table reaches."""
-        return len({page for cache in self.caches for page in cache.pages()})
-
-    @property
-    def free(self) -> int:
-        """Pages to be had."""
-        return self.slots - self.held
 
     @property
     def free_rows(self) -> int:
         """Table rows to be had: every beam of every open sequence has one."""
         return self.max_rows - sum(cache.beam_width for cache in self.caches)
 
-    def create_kv_cache(self, prompt: int | None = None) -> ModelKVCache:
-        """One sequence that expects a prompt of that length."""
-        return self.create_kv_caches([prompt])[0]
+    def create_kv_cache(
+        self,
+        reuse_scope: ReuseScope | None = None,
+        input_tokens: Sequence[int] | None = None,
+        *,
+        choose: Choice | None = None,
+        **wishes: Any,
+    ) -> ModelKVCache:
+        """One sequence with what the tree has of its prompt."""
+        asked = Wishes(**wishes)
+        self._need_room(1)
+        scope, tokens = self.scope(reuse_scope), list(input_tokens or ())
+        found = self.tree.match(scope, tokens, choose)
+        prompt = None if input_tokens is None else len(tokens)
+        self.caches.append(ModelKVCache(self, prompt, scope, tokens, found, asked))
+        return self.caches[-1]
 
     def create_kv_caches(self, prompts: Sequence[int | None]) -> list[ModelKVCache]:
         """All of them or none."""
         if any(prompt is not None and prompt < 0 for prompt in prompts):
             raise ValueError("a prompt has 0 tokens or more")
-        room = min(self.free_rows, self.max_sequences - len(self.caches))
-        if len(prompts) > room:
-            raise CacheCapacityError("no table row, or no sequence, is left")
+        self._need_room(len(prompts))
         made = [ModelKVCache(self, prompt) for prompt in prompts]
         self.caches += made
         return made
+
+    def _need_room(self, count: int) -> None:
+        if count > min(self.free_rows, self.max_sequences - len(self.caches)):
+            raise CacheCapacityError("no table row, or no sequence, is left")
 
     def advance(
         self, caches: Sequence[ModelKVCache], n: int | Sequence[int], history: Any = None
@@ -298,7 +326,7 @@ class ModelManager:
         for cache, size, final in zip(caches, sizes, finals, strict=True):
             cache._need_sizes(size, final)
         missing = sum(cache._missing(size) for cache, size in zip(caches, sizes, strict=True))
-        if missing > self.free:
+        if not self.make_room(missing):
             return False
         for cache, size, final in zip(caches, sizes, finals, strict=True):
             cache._set_sizes(size, final)

@@ -54,7 +54,7 @@ def small_config(
     Parameters
     ----------
     tokens_per_block : int
-        A power of two up to 256.
+        Up to 256.
     slots : int
         Pages that fit.
     scales : bool
@@ -67,8 +67,8 @@ def small_config(
     >>> small_config(slots=3, max_beam_width=2).layers[0].buffers[0].shape
     (2, 64)
     """
-    size = SLOT_BYTES // 2
-    shape = (2, size // (2 * 4 * tokens_per_block))
+    words = SLOT_BYTES // 2 // (2 * 4 * tokens_per_block)
+    size, shape = words * 2 * 4 * tokens_per_block, (2, words)
     buffers = [
         BufferConfig(role=role, size=size, dtype="float32", shape=shape)
         for role in ("key", "value")
@@ -77,21 +77,21 @@ def small_config(
         few = tokens_per_block * 2 * 2 * 4
         buffers.append(BufferConfig(role="scale", size=few, dtype="float32", shape=(2, 2)))
     quota = slots * SLOT_BYTES + (SLOT_BYTES if scales else 0)
-    settings = {"max_beam_width": 4, "max_util_for_resume": 1.0, **settings}
+    usual = {"max_beam_width": 4, "max_util_for_resume": 1.0, "enable_partial_commit": False}
+    settings = {**usual, **settings}
     return KVCacheManagerConfig(
         tokens_per_block=tokens_per_block,
         cache_tiers=(GpuCacheTierConfig(quota=quota),),
         layers=(AttentionLayerConfig(layer_id=0, buffers=tuple(buffers)),),
-        enable_partial_commit=False,
         **settings,
     )
 
 
 def draw_config(draw: Draw) -> KVCacheManagerConfig:
-    """A small configuration for a walk."""
-    width = draw.pick([1, 2, 3, 4, 4])
+    """A small configuration for a walk: with beams, or with partial blocks that are published."""
+    width, size = draw.pick([1, 1, 2, 3, 4]), draw.pick([1, 2, 3, 4, 5])
     return small_config(
-        tokens_per_block=draw.pick([1, 2, 4]),
+        tokens_per_block=size,
         slots=draw.pick([draw.number(5, 12), draw.number(16, 64)]),
         scales=draw.pick([False, True]),
         max_beam_width=width,
@@ -99,4 +99,8 @@ def draw_config(draw: Draw) -> KVCacheManagerConfig:
         max_sequences=draw.pick([4, 16, 16]),
         max_util_for_resume=draw.pick([1.0, 1.0, 1.0, 0.6]),
         max_seq_len=draw.pick([None, None, None, 9]),
+        enable_partial_commit=width == 1 and draw.pick([True, True, False]),
+        enable_partial_reuse=draw.pick([True, True, False]),
+        commit_min_snapshot=draw.pick([False, False, True]),
+        reuse_match_backoff=draw.pick([0, 0, 0, draw.number(1, size + 1)]),
     )

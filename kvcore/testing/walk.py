@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from kvcore.config import KVCacheManagerConfig
-from kvcore.device.base import Device, Stream
-from kvcore.device.host import HostDevice
-from kvcore.device.simulated import Gate
-from kvcore.errors import StateError
-from kvcore.kv_cache import KVCache
+from kvcore.device.base import Device
 from kvcore.manager import KVCacheManager
+from kvcore.testing import walk_reuse
 from kvcore.testing.check import OracleError, check
-from kvcore.testing.lockstep import Lockstep, Pair
+from kvcore.testing.lockstep import Lockstep
+from kvcore.testing.lockstep_reuse import Pair
 from kvcore.testing.misuse import misuses
 from kvcore.testing.small import Draw
+from kvcore.testing.walk_reuse import ReuseActions
+from kvcore.testing.walk_steps import Hold, StepActions, same
 
-LONG: Final = 16
-"""Blocks beyond what the pool holds: no walk asks for more."""
 
-
-class Walk:
+class Walk(ReuseActions, StepActions):
     """One manager, its model, and the actions that may happen to them.
 
     Every action runs real calls with arguments that are mostly right, sometimes wrong, on caches
@@ -57,7 +51,7 @@ class Walk:
         config: KVCacheManagerConfig,
         device: Device,
         draw: Draw,
-        hold: Callable[[Stream], Callable[[], object]] | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self.draw = draw
         self.device = device
@@ -66,16 +60,9 @@ class Walk:
         self.manager = KVCacheManager(config, device=device, stream=self.default)
         self.lockstep = Lockstep(self.manager)
         self.block = config.tokens_per_block
-        self._held: list[Callable[[], object]] = []  # what lets held streams go on
-        self._hold = hold
-        if hold is None and isinstance(device, HostDevice) and device.deferred:
-            self._hold = _gate
-        self._settling = False
-        if self.lockstep.engine is not None and self._hold is not None:
-            self.lockstep.engine.delay = self._delay
         self.closed: list[Pair] = []
-        self._step: tuple[list[KVCache], list[list[int]], int] | None = None
-        self._batch = self.manager.create_batch(64, 256) if device.has_memory else None
+        StepActions.__init__(self, hold)
+        ReuseActions.__init__(self)
 
     # -- choices -------------------------------------------------------------------------------
 
@@ -211,39 +198,29 @@ class Walk:
         pairs, launch = self.batch()
         starts, counts = [], []
         for pair in pairs:
-            shared = pair.model.history_length // self.block * self.block
-            starts.append(self.draw.pick([shared, self.draw.number(shared, pair.model.capacity)]))
+            own = min(pair.model.first_own, pair.model.capacity)
+            starts.append(self.draw.pick([own, self.draw.number(own, pair.model.capacity)]))
             most = pair.model.capacity - starts[-1]
             counts.append(self.draw.pick([most, self.draw.number(0, most)]))
         if pairs:
-            self.lockstep.write(pairs, starts, counts, **launch)
+            self.lockstep.write(
+                pairs, starts, counts, self.scripts(pairs, starts, counts), **launch
+            )
 
     def decode(self) -> None:
         """A step of a decoder: room for a token, the token, then perhaps other parents."""
         pairs, launch = self.batch()
         if pairs and self.lockstep.advance(pairs, 1):
-            starts = [pair.model.history_length for pair in pairs]
+            starts = [max(p.model.history_length, p.model.first_own) for p in pairs]
+            starts = [min(s, p.model.capacity) for p, s in zip(pairs, starts, strict=True)]
             counts = [p.model.capacity - s for p, s in zip(pairs, starts, strict=True)]
-            self.lockstep.write(pairs, starts, counts, **launch)
+            self.lockstep.write(
+                pairs, starts, counts, self.scripts(pairs, starts, counts), **launch
+            )
             for pair in pairs:
                 self.lockstep.resize(pair, None, pair.model.capacity)
                 if pair.model.beam_width > 1:
                     self.lockstep.reorder_beams(pair, self.parents(pair, pair.model.beam_width))
-
-    def hold(self) -> None:
-        """Delays a stream: what is enqueued from now on stays there until `release`."""
-        if self._hold is not None:
-            self._held.append(self._hold(self.draw.pick([self.default, *self.streams])))
-
-    def _delay(self, stream: Stream) -> None:
-        if self._hold is not None and not self._settling and self.one_in(3):
-            self._held.append(self._hold(stream))
-
-    def release(self) -> None:
-        """Lets all streams go on."""
-        for open_ in self._held:
-            open_()
-        self._held.clear()
 
     def look(self) -> None:
         """Enqueues a comparison of several, with all their content."""
@@ -259,61 +236,6 @@ class Walk:
         self._settling = False
         if self.device.has_memory:
             check(self.manager, device=True)
-
-    def map(self) -> None:
-        """Compares the mapping on the host and on the device with the table."""
-        pairs = [pair for pair in self.lockstep.pairs if pair.model.is_active]
-        starts = [self.draw.number(0, pair.model.capacity) for pair in pairs]
-        counts = [p.model.capacity - start for p, start in zip(pairs, starts, strict=True)]
-        reals = [pair.real for pair in pairs]
-        expected = [
-            (row[position // self.block], position % self.block)
-            for kv, start, count in zip(reals, starts, counts, strict=True)
-            for row in self._rows([kv])
-            for position in range(start, start + count)
-        ]
-        slots, offsets = self.manager.slot_mapping(reals, counts, start=starts)
-        _same("slot_mapping", expected, list(zip(slots.tolist(), offsets.tolist(), strict=True)))
-        if self._batch is not None and len(expected) <= 256:
-            self.release()
-            self._batch.prepare(reals, counts, start=starts, stream=self.stream())
-            found = self.device.to_host(self._batch.mapping[0], stream=self._batch._on(None))
-            padding = [(-1, 0)] * (256 - len(expected))
-            _same("Batch.mapping", expected + padding, list(map(tuple, found.tolist())))
-            self._step = (reals, self._rows(reals), self.lockstep.calls)
-
-    def _rows(self, kv_caches: Sequence[KVCache]) -> list[list[int]]:
-        return [
-            kv.get_base_page_indices(0, beam).tolist()
-            for kv in kv_caches
-            for beam in range(kv.beam_width)
-        ]
-
-    def reuse(self) -> None:
-        """Asks the step that was prepared some time ago: it refuses, or still knows its rows."""
-        if self._batch is None or self._step is None:
-            return
-        reals, rows, calls = self._step
-        self.release()
-        try:
-            table = self._batch.page_table(0)
-        except StateError:
-            if calls == self.lockstep.calls:
-                raise
-        else:
-            found = self.device.to_host(table, stream=self._batch._on(None)).tolist()
-            for name, current in (("device", found), ("host", self._rows(reals))):
-                cut = [row[: len(own)] for row, own in zip(current, rows, strict=True)]
-                _same(f"rows of a step that was not refused, {name}", rows, cut)
-
-    def bind(self) -> None:
-        """Binds or unbinds a row of the caller's."""
-        pair = self.pair()
-        if pair and pair.model.is_active:
-            beam = self.draw.number(0, pair.model.beam_width - 1)
-            row = np.empty(self.manager.get_storage_statistics()[0].total + LONG, np.int32)
-            pair.real.set_base_page_index_buf(beam, 0, None if self.one_in(3) else row)
-            self.lockstep.compare()
 
     def misuse(self) -> None:
         """A call that must be refused by its type, or leave no trace."""
@@ -347,13 +269,14 @@ class Walk:
         self.settle()
         while self.lockstep.pairs:
             self.lockstep.close(self.lockstep.pairs[-1])
+        self.lockstep.clear()
         free = [(stats.free, stats.total) for stats in self.manager.get_storage_statistics()]
-        _same("slots free at the end", [(total, total) for _, total in free], free)
+        same("slots free at the end", [(total, total) for _, total in free], free)
         runtime = self.manager._runtime
         memories = [memory for pools in runtime.pools for memory in pools]
         memories += [] if runtime.tables is None else [runtime.tables._memory]
         self.manager.shutdown()
-        _same("bytes held after shutdown", [0] * len(memories), [m.nbytes for m in memories])
+        same("bytes held after shutdown", [0] * len(memories), [m.nbytes for m in memories])
 
 
 WEIGHTS: Final = {
@@ -373,21 +296,11 @@ WEIGHTS: Final = {
     "release": 2,
     "settle": 1,
     "map": 1,
-    "reuse": 1,
+    "again": 1,
     "bind": 1,
     "misuse": 1,
+    **walk_reuse.WEIGHTS,
 }
 """How often each action is drawn."""
 
 DECK: Final = tuple(name for name, weight in WEIGHTS.items() for _ in range(weight))
-
-
-def _gate(stream: Stream) -> Callable[[], object]:
-    gate = Gate()
-    stream.wait(gate)
-    return gate.open
-
-
-def _same(what: str, expected: object, got: object) -> None:
-    if expected != got:
-        raise OracleError(f"{what}: expected {expected}, got {got}")
