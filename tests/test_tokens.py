@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -242,14 +241,23 @@ def test_a_uuid_is_a_text(uuid, error):
         intern_digest(bytes(32), uuid)
 
 
+@pytest.fixture
+def hasty_threads():
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("hasty_threads")
 def test_threads_agree_on_tokens():
-    digests = [new_digest() for _ in range(200)]
-    before, seen = num_digests(), []
+    digests = [new_digest() for _ in range(2_000)]
+    before, seen, start = num_digests(), [], threading.Barrier(8)
 
     def intern():
-        mine = list(digests)
-        random.Random(threading.get_ident()).shuffle(mine)
-        seen.append({digest: intern_digest(digest) for digest in mine})
+        start.wait()
+        seen.append({digest: intern_digest(digest) for digest in digests})
 
     threads = [threading.Thread(target=intern) for _ in range(8)]
     for thread in threads:
@@ -257,7 +265,7 @@ def test_threads_agree_on_tokens():
     for thread in threads:
         thread.join()
     assert all(tokens == seen[0] for tokens in seen)
-    assert len(set(seen[0].values())) == 200 == num_digests() - before
+    assert len(set(seen[0].values())) == 2_000 == num_digests() - before
     assert all(digest_of(token) == digest for digest, token in seen[0].items())
 
 
