@@ -156,7 +156,7 @@ def promise_a_ticket_of_the_future(scene):
         (make_a_count_negative, "holders"),
         (free_a_held_slot, "free and held"),
         (free_a_slot_twice, "distinct free slots"),
-        (lose_a_slot, "free .* held = capacity"),
+        (lose_a_slot, "free .* held .* evictable = capacity"),
         (leave_a_cell_behind, "cells from 3 on are -1"),
         (point_outside, "name no slot"),
         (share_a_page_that_is_written, "holders of block 2"),

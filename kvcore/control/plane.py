@@ -68,10 +68,11 @@ class ControlPlane:
         short = 0
         for slots, groups in zip(self.slots, self._groups_in, strict=True):
             missing = pages_per_group * groups - slots.num_free
-            if missing > slots.num_evictable:
-                return False
-            short = max(short, div_ceil(missing, groups))
-        if short > 0:
+            if missing > 0:
+                if missing > slots.num_evictable:
+                    return False
+                short = max(short, div_ceil(missing, groups))
+        if short:
             self.stats.dropped(self.reuse.make_room(short, call))
         return True
 

@@ -121,6 +121,7 @@ class Statistics:
         self.total = KVCacheStats()
         self.iteration = [KVCacheIterationStats() for _ in slot_bytes]
         self._pending: dict[int, _Pending] = {}
+        self._dropped = 0  # blocks, since the last reading
 
     def _counts(self, sequence: int) -> _Pending | None:
         pending = self._pending.get(sequence)
@@ -167,10 +168,7 @@ class Statistics:
 
     def dropped(self, blocks: int) -> None:
         """So many blocks were evicted from the last level."""
-        if self.enabled:
-            for counts, nbytes in zip(self.iteration, self._slot_bytes, strict=True):
-                counts.host_dropped_blocks += blocks
-                counts.host_dropped_bytes += blocks * nbytes
+        self._dropped += blocks
 
     def rebound(self, sequence: int, before: int, width: int, shared: int, copied: int) -> None:
         """Beams were added, removed or reordered; `copied` blocks were copied for that.
@@ -253,6 +251,10 @@ class Statistics:
         """The counters by layer group since the last call, which begin at 0 again."""
         taken = tuple(self.iteration)
         self.iteration = [KVCacheIterationStats() for _ in taken]
+        for counts, nbytes in zip(taken, self._slot_bytes, strict=True):
+            counts.host_dropped_blocks = self._dropped if self.enabled else 0
+            counts.host_dropped_bytes = counts.host_dropped_blocks * nbytes
+        self._dropped = 0
         return taken
 
     def _close_segment(self, sequence: int, pending: _Pending, width: int) -> None:

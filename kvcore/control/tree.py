@@ -255,41 +255,35 @@ class PrefixTree:
 
         Amortised O(sqrt(tips)) per run, O(1) per further block of a run.
         """
-        freed: list[Int32] = []
-        left = count
-        while left and self.queue:
-            node = self.queue.first()
-            blocks = 1 if node.size == 1 else self.queue.tail(node, left)
+        left, queue = count, self.queue
+        while left and queue:
+            node = queue.first()
+            blocks = 1 if node.size == 1 else queue.tail(node, left)
             left -= blocks
-            if blocks == node.size:
+            if blocks < node.size:
+                self._trim(node, blocks, pressure)
+            elif blocks > 1:
+                self._free(self._remove_first(pressure).run)
+            else:
                 self._remove_first(pressure)
-                gone = node.run
-            else:
-                gone = self._trim(node, blocks, pressure)
-            if blocks > 1:
-                freed.append(gone)
-            else:
                 for group, slots in enumerate(self.slots_of):
-                    slots.withdraw_one(gone.item(group, 0))
-        for gone in freed:
-            self._free(gone)
+                    slots.withdraw_one(node.slots.item(group, 0))
         return count - left
 
     def _free(self, pages: Int32) -> None:
         for slots, gone in zip(self.slots_of, pages, strict=True):
             slots.withdraw(gone)
 
-    def _trim(self, node: Node, count: int, pressure: Pressure) -> Int32:
-        """Takes the last `count` blocks of a tip away; their slots, still marked as in the tree."""
+    def _trim(self, node: Node, count: int, pressure: Pressure) -> None:
+        """Frees the last `count` blocks of a tip."""
         left = node.size - count
         if self.listener is not None and not node.root.stale:
             self.listener.removed(self.keys.backwards(node, left), None)
         first = left * self.block_bytes
         block = bytes(node.tokens[first : first + self.block_bytes])
         self.ghosts.remember(node, block, pressure)
-        gone = node.trim(count, self.block_bytes)
+        self._free(node.trim(count, self.block_bytes))
         self.queue.requeue(node)
-        return gone
 
     def _remove_first(self, pressure: Pressure) -> Node:
         """Takes the first tip of the line away; its slots are still marked as in the tree."""

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvcore.ids import div_ceil
+from kvcore.testing.holders import need_own, sole_pages
 from kvcore.testing.launches import ContentError, Launches, Look, Part
 from kvcore.testing.lineage import Keys, Lineage
 
@@ -186,9 +187,7 @@ class FakeEngine:
         if start is not None:
             starts = _each(start, kv_caches)
         for kv, first, count in zip(kv_caches, starts, counts, strict=True):
-            if count and first < kv.num_committed_tokens:
-                raise ContentError(f"{kv!r} position {first}: it is committed")
-            self._need_own(kv, first, count)
+            need_own(kv, first, count)
         spelled: dict[KVCache, Sequence[int]] = {}
         if tokens is not None:
             spelled = dict(zip(kv_caches, tokens, strict=True))
@@ -214,21 +213,6 @@ class FakeEngine:
             keys = self._keys.chain(self._keys.new() if before is None else before, tokens)
         lineage[first : first + count] = keys
         return keys
-
-    def _need_own(self, kv: KVCache, first: int, count: int) -> None:
-        """Refuses to write where somebody else may read."""
-        size, control = self.manager.layout.tokens_per_block, self.manager._runtime.control
-        blocks = range(first // size, div_ceil(first + count, size) if count else 0)
-        for beam in range(kv.beam_width):
-            for group in self._groups:
-                table, row = control.slots_of[group], kv.get_base_page_indices(group, beam)
-                for ordinal, slot in enumerate(row.tolist()):
-                    others = slot >= 0 and (table.refs[slot] > 1 or table.in_tree[slot])
-                    if ordinal in blocks and others:
-                        raise ContentError(
-                            f"{kv!r} beam {beam} block {ordinal}: the page in slot {slot} is "
-                            "published or has other holders, so it must not be written"
-                        )
 
     def look(
         self, kv_caches: Sequence[KVCache], *, stream: object = None, own_table: bool = False
@@ -375,16 +359,7 @@ class FakeEngine:
 
     def _give_up(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
         """Overwrites what the next call frees of `pages`, after all earlier work on them."""
-        control = self.manager._runtime.control
-        rows = control.seqs.page_rows(kv._sequence) if pages else None
-        sole = set()
-        for group, slot in pages:
-            table = control.slots_of[group]
-            mates = [g for g, other in enumerate(control.slots_of) if other is table]
-            own = np.count_nonzero(rows[:, mates] == slot) if rows is not None else 0
-            if own == table.refs[slot] and not table.in_tree[slot]:
-                sole.add((group, slot))
-        self._overwrite(kv, sole)
+        self._overwrite(kv, sole_pages(kv, pages))
 
     def _overwrite(self, kv: KVCache, pages: set[tuple[int, int]]) -> None:
         """Fills pages that nobody else reads with `POISON`, on the sequence's stream."""

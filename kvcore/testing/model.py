@@ -165,7 +165,8 @@ class ModelKVCache(ModelCommits):
 
     def _shared_blocks(self) -> int:
         """Blocks whose tokens are all final: rows may share them; behind them each row writes."""
-        return self.history_length // self.manager.tokens_per_block
+        size: int = self.manager.tokens_per_block
+        return self.history_length // size
 
     def _become(self, parents: Sequence[int], valid: int) -> None:
         """Shared blocks by reference; of the rest, the first child inherits and the others copy."""
