@@ -89,7 +89,7 @@ def small_config(
 
 def draw_config(draw: Draw) -> KVCacheManagerConfig:
     """A small configuration for a walk: with beams, or with partial blocks that are published."""
-    width, size = draw.pick([1, 1, 2, 3, 4]), draw.pick([1, 2, 3, 4, 5])
+    width, size = draw.pick([1, 1, 2, 3, 4, 4]), draw.pick([1, 2, 3, 4, 5])
     return small_config(
         tokens_per_block=size,
         slots=draw.pick([draw.number(5, 12), draw.number(16, 64)]),
