@@ -21,8 +21,9 @@ SUITES = {
     "replay": ("bench.replay",),
     "kernels": ("bench.kernels",),
     "streams": ("bench.streams", "bench.decode_cuda"),
+    "beams": ("bench.beams",),
 }
-NEED_GPU = {"kernels", "streams"}
+NEED_GPU = {"kernels", "streams", "beams"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -61,13 +61,17 @@ class Bench:
         """Backed memory full of random bytes."""
         memory = self.device.reserve(nbytes, nbytes, self.device.grain(nbytes))
         self._memories.append(memory)
+        self.fill(memory, nbytes)
+        return memory
+
+    def fill(self, memory: Memory, nbytes: int) -> None:
+        """Writes random bytes to the first `nbytes` of a memory."""
         part = min(16 * MIB, nbytes)
         values = self._rng.integers(0, 256, part, np.uint8)
         self.device.from_host(values, memory.array(np.uint8, (part,)), stream=self.stream)
         for start in range(part, nbytes, part):
             self.memcpy(memory.base + start, memory.base, min(part, nbytes - start))
         self.stream.synchronize()
-        return memory
 
     def random(self, shape: tuple[int, ...]) -> Any:
         """A device array of random 16-bit items."""
@@ -84,9 +88,26 @@ class Bench:
         """The driver's own copy."""
         self.device.context.call("cuMemcpyDtoDAsync", target, source, nbytes, self.stream.native)
 
-    def cold(self, work: Callable[[], object], repeats: int = 50, warmup: int = 5) -> Times:
-        """Times of single runs, each with nothing of its data in the cache."""
-        return self._time(work, self._scrub, repeats, warmup, 1)
+    def cold(
+        self,
+        work: Callable[[], object],
+        repeats: int = 50,
+        warmup: int = 5,
+        before: Callable[[], object] = lambda: None,
+        lead: bool = False,
+    ) -> Times:
+        """Times of single runs, each after `before` and with nothing of its data in the cache.
+
+        With `lead` the device is held up as well, for work whose launch takes the host long.
+        """
+
+        def prepare() -> None:
+            before()
+            self._scrub()
+            if lead:
+                self._lead()
+
+        return self._time(work, prepare, repeats, warmup, 1)
 
     def behind(self, work: Callable[[], object], repeats: int = 50) -> Times:
         """Times of single runs that were enqueued while the device was busy with something else.

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcore.beam_steps import BEAM_WORDS, BeamSteps
 from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
-from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.errors import StateError, wrong
 from kvcore.ids import NO_SLOT
-from kvcore.layer_config import array_type
+from kvcore.operands import as_operand, new_operand
 from kvcore.steps import Step, UsualAppend
 
 if TYPE_CHECKING:
@@ -42,18 +43,22 @@ class Batch:
         shape = runtime.control.seqs.shape
         self._runtime = runtime
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self._words: NDArray[np.int32] = np.zeros((3, max_rows), np.int32)
+        count = 3 + (BEAM_WORDS if shape.max_beam_width > 1 else 0)
+        self._words: NDArray[np.int32] = np.zeros((count, max_rows), np.int32)
         self._words[ROWS] = NO_SLOT
         self._flat_words = self._words.reshape(-1)
-        self._staged: Array = device.empty(3 * max_rows, np.int32)
-        self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(3)]
+        self._staged: Array = device.empty(count * max_rows, np.int32)
+        self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(count)]
         self.mapping: Array = device.empty((shape.num_groups, max_tokens, 2), np.int32)
-        rows, starts, ends = self._parts
+        rows, starts, ends = self._parts[:3]
         block = shape.tokens_per_block
         twin = tables.array, tables.by_group
         self._launch = device.step_launch(
             StepArrays(*twin, self._staged, rows, starts, ends, self.mapping, block)
         )
+        self._beams: BeamSteps | None = None
+        if count > 3:
+            self._beams = BeamSteps(runtime, self._words[3:], rows, self._parts[3:])
         self._views: dict[tuple[int, int], Array] = {}
         self._step: Step | None = None
         self._usual: UsualAppend | None = None
@@ -152,6 +157,10 @@ class Batch:
             words[ENDS, :size], words[ENDS, size:] = ends, total
             count = counts if type(counts) is int else -1
             step = Step(sequences, owner, total, count, seqs.version[sequences])
+            if self._beams is not None:
+                self._beams.describe_rows(step)
+        if self._beams is not None:
+            self._beams.describe_tokens(step, starts + counts)
         size = step.owner.size
         words[STARTS, :size] = starts if size == sequences.size else starts[step.owner]
         return step
@@ -199,7 +208,11 @@ class Batch:
             return
         one = not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(buffers))
-        sources = [self._operand(role, array, stack, one) for role, array in buffers.items()]
+        sizes = self.num_tokens, self.max_tokens
+        sources = [
+            as_operand(self._runtime, role, array, stack, one, sizes)
+            for role, array in buffers.items()
+        ]
         mapping = self._mapping_of(group, sources)
         self._runtime.device.append(stack, mapping, sources, stream=on)
         self._remember(layers, buffers, stack, mapping, sources)
@@ -234,17 +247,20 @@ class Batch:
         -----
         For whole sequences prepare with `start=0` and `num_tokens=length`.
         """
+        runtime = self._runtime
         on, one = self._on(stream), not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(roles))
         if out is None:
-            out = [self._new(stack, layers, role, on) for role in roles]
+            out = [new_operand(runtime, stack, layers, role, self.num_tokens, on) for role in roles]
         elif len(out) != len(roles):
             raise wrong("out", f"{len(roles)} arrays, one per role", len(out))
+        sizes = self.num_tokens, self.max_tokens
         targets = [
-            self._operand(role, array, stack, one) for role, array in zip(roles, out, strict=True)
+            as_operand(runtime, role, array, stack, one, sizes)
+            for role, array in zip(roles, out, strict=True)
         ]
         mapping = self._mapping_of(group, targets)
-        self._runtime.device.gather(stack, mapping, targets, stream=on)
+        runtime.device.gather(stack, mapping, targets, stream=on)
         return tuple(out)
 
     def page_table(
@@ -278,17 +294,53 @@ class Batch:
             runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
             return out
 
-    def finish(self) -> None:
-        """Gives the pages back to their sequences' own streams, which wait for this step's work.
+    def step_beams(self, parents: Any, stream: object = None) -> None:
+        """See `KVCacheManager.step_beams`, which holds the lock."""
+        runtime, beams = self._runtime, self._beams
+        if beams is None:
+            raise StateError("step_beams: the manager was made with max_beam_width=1")
+        on = self._on(stream)
+        array = runtime.device.as_array(parents)
+        if array.ndim != 1 or array.shape[0] not in (self.num_rows, self.max_rows):
+            raise wrong("parents", f"int32 [{self.num_rows}]", list(array.shape))
+        captured = runtime.device.is_capturing(on)
+        tables = runtime.device_tables()
+        if not captured:
+            tables.order_behind_last(on)
+        try:
+            beams.enqueue(array, on)
+        finally:
+            if not captured:
+                tables.seal(on)
+        if not captured:
+            self._follow(array, on)
 
-        Only needed where the step runs on another stream than the sequences are bound to, and the
-        engine goes on with their pages by itself: every change of a sequence does it anyway.
-        Enqueues waits; never blocks. Not for capture in a graph.
+    def finish(self, parents: Any = None, *, stream: object = None) -> None:
+        """Ends a step whose work was replayed from a graph, or runs on another stream.
+
+        Gives the pages back to their sequences' own streams, which wait for this step's work: only
+        needed where the engine goes on with the pages by itself, every change of a sequence does it
+        anyway. With `parents`, of a beam step in the graph that was just replayed on `stream`, lets
+        the host follow it. Enqueues waits and a copy; never blocks. Not for capture in a graph.
         """
         runtime = self._runtime
         with runtime.lock:
+            if parents is not None:
+                on = self._on(stream)
+                runtime.device_tables().seal(on)
+                self._follow(runtime.device.as_array(parents), on)
             for sequence in [] if self._step is None else self._step.sequences.tolist():
                 runtime.streams.come_home(sequence)
+
+    def _follow(self, parents: Array, on: Stream) -> None:
+        """The host takes over a beam step that was enqueued on `on`; the step is over."""
+        runtime, step, beams = self._runtime, self._step, self._beams
+        if step is None or beams is None:
+            raise StateError("the batch holds no step with beams; call prepare() first")
+        parts = beams.snapshot(step)
+        if parts:
+            runtime.parents.fetch(parents, step.owner.size, parts, on)
+            runtime.control.seqs.touch(step.sequences)
 
     def _remember(
         self,
@@ -334,27 +386,6 @@ class Batch:
             return self._runtime.stacks.get(tuple(layers), roles)
         return self._runtime.stacks.get((as_int("layers", layers),), roles)
 
-    def _operand(self, role: str, values: Any, stack: PageStack, one: bool) -> Array:
-        """`values` as `[L, N, H, D]` on the device, checked against the stack."""
-        array = self._runtime.device.as_array(values)
-        geometry, given = stack.geometry, array.shape
-        tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
-        if array.ndim == (2 if one else 3) and geometry.heads == 1:
-            array = array[..., None, :]
-        if one:
-            array = array[None]
-        expected = (stack.num_layers, tokens, geometry.heads, geometry.dim)
-        if array.shape != expected or tokens not in (self.num_tokens, self.max_tokens):
-            shape = f"[{stack.num_layers}, {self.num_tokens}, {geometry.heads}, {geometry.dim}]"
-            if one:
-                shape = f"[{self.num_tokens}, {geometry.heads}, {geometry.dim}]"
-            raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(given))
-        if array.dtype.itemsize != geometry.itemsize:
-            raise wrong_type(
-                f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype
-            )
-        return array
-
     def _mapping_of(self, group: int, operands: Sequence[Array]) -> Array:
         tokens = operands[0].shape[1]
         for operand in operands:
@@ -366,14 +397,3 @@ class Batch:
                 self._views.clear()
             view = self._views[group, tokens] = self.mapping[group, :tokens]
         return view
-
-    def _new(
-        self, stack: PageStack, layers: int | Sequence[int], role: str, stream: Stream
-    ) -> Array:
-        runtime, geometry = self._runtime, stack.geometry
-        first = layers[0] if isinstance(layers, Sequence) else layers
-        dtype = array_type(str(runtime.layout.place(first, role).buffer.dtype))
-        shape = (self.num_tokens, geometry.heads, geometry.dim)
-        if isinstance(layers, Sequence):
-            shape = (stack.num_layers, *shape)  # type: ignore[assignment]
-        return runtime.device.empty(shape, dtype, stream=stream)

@@ -68,7 +68,7 @@ class Beams(Handle):
         """
         runtime = self._runtime
         with runtime.lock:
-            sequence = self._open()
+            sequence = self._known("set_beam_width")
             old = int(runtime.control.seqs.width[sequence])
             width = as_int("width", width, 1, runtime.config.max_beam_width)
             if width == old and parents is None:
@@ -108,6 +108,7 @@ class Beams(Handle):
         runtime = self._runtime
         with runtime.lock:
             self._active("reorder_beams")
+            self._known("reorder_beams")
             width = self.beam_width
             chosen = _checked_parents(parents, width, width)
             if valid_tokens is None:
@@ -115,6 +116,16 @@ class Beams(Handle):
             valid_tokens = as_int("valid_tokens", valid_tokens, self.history_length, self.capacity)
             if chosen != tuple(range(width)) and not self._rebind(chosen, valid_tokens):
                 raise InternalError("reordering beams asked for pages")
+
+    def settle(self) -> None:
+        """BLOCKS until the parents of all beam steps of this cache have arrived on the host.
+
+        The one call that waits: afterwards page indices can be asked for and pages that no beam
+        reaches are free. Returns at once where nothing is on its way.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            runtime.parents.settle(self._open())
 
     def _check_width_change(self, width: int, old: int) -> None:
         if self._runtime.config.enable_partial_commit:

@@ -44,6 +44,13 @@ class StateError(KVCoreError, RuntimeError):
     """The call is not allowed in the object's present state (closed, suspended, still in use)."""
 
 
+class ParentsPending(StateError):  # noqa: N818 - a state, as asyncio names its own
+    """The beams of a sequence were reordered on the device and the host does not know how yet.
+
+    `KVCache.settle` waits for it; most calls only need to come a step later.
+    """
+
+
 class DriverError(KVCoreError, RuntimeError):
     """A CUDA call failed.
 

@@ -8,7 +8,7 @@ from enum import Enum
 from kvcore.config import ReuseScope
 from kvcore.control.node import Node, Root
 from kvcore.control.reuse import PrefixReuse
-from kvcore.control.tree import Match
+from kvcore.control.tree import Match, above
 
 
 class MissReason(Enum):
@@ -78,9 +78,9 @@ def _evicted(
     if at is None:
         at = Root(scope, reuse.epochs(scope), 1, b"")
     elif match.path and match.blocks:
-        at = next(node for node in reversed(match.path) if node.start < match.blocks)
+        at = above(match.path[-1], match.blocks)
     block = bytes(tokens[match.blocks * step : (match.blocks + 1) * step])
-    found = reuse.tree.ghosts.ask(at, block)
+    found = reuse.tree.ghosts.ask(at, match.blocks, block, reuse.rules.partial_reuse)
     if found is None:
         return None
     ago, pressure = found

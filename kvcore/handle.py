@@ -95,7 +95,13 @@ class Handle:
             raise StateError(f"{call}: the cache is suspended; resume() it first")
         return sequence
 
+    def _known(self, call: str) -> int:
+        """The sequence, if the host knows its rows."""
+        sequence = self._open()
+        self._runtime.refuse_pending((sequence,), call)
+        return sequence
+
     def _place(self, layer_group: int, beam: int) -> None:
-        self._open()
+        self._known("page indices")
         as_int("layer_group", layer_group, 0, self._runtime.control.seqs.shape.num_groups - 1)
         as_int("beam", beam, 0, int(self._runtime.control.seqs.width[self._sequence]) - 1)

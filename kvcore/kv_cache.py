@@ -74,7 +74,7 @@ class KVCache(Publishing):
         -------
         bool
             False, with nothing changed, if other sequences hold more than `max_util_for_resume` of
-            a pool group.
+            a pool group, or if there is no page for the copy of a partly matched last block.
 
         Raises
         ------
@@ -123,6 +123,7 @@ class KVCache(Publishing):
         runtime = self._runtime
         with runtime.lock:
             sequence = self._active("suspend")
+            self._known("suspend")
             after = runtime.streams.moment(sequence)
             runtime.bound_rows.release(sequence)
             runtime.control.seqs.park(sequence, after)
@@ -138,7 +139,13 @@ class KVCache(Publishing):
                 runtime.destroy(self._sequence)
                 self._sequence = -1
 
-    def resize(self, capacity: int | None = None, history_length: int | None = None) -> bool:
+    def resize(
+        self,
+        capacity: int | None = None,
+        history_length: int | None = None,
+        *,
+        block: bool = False,
+    ) -> bool:
         """Sets how many tokens there are pages for, and how many are final. None: unchanged.
 
         Parameters
@@ -147,6 +154,9 @@ class KVCache(Publishing):
             Tokens; at least the history length. Blocks past the new end are freed.
         history_length : int, optional
             Tokens; never less than before.
+        block : bool
+            Where pages are short and parents of beam steps are on their way, BLOCK until these
+            have arrived and freed what they free.
 
         Returns
         -------
@@ -159,7 +169,8 @@ class KVCache(Publishing):
             History would shrink or exceed the capacity; a bound page-index row is too short;
             `max_seq_len` is exceeded.
         StateError
-            It is not active.
+            It is not active. `ParentsPending`: blocks would be freed whose order among the beams
+            is not known yet.
 
         Notes
         -----
@@ -181,16 +192,49 @@ class KVCache(Publishing):
                 )
                 raise wrong(name, f"history_length ({history}) <= capacity ({new})", got)
             if new > seqs.limit[sequence]:
-                if not runtime.grow_one(sequence, new):
+                if not runtime.retry(lambda: runtime.grow_one(sequence, new), block):
                     return False
             elif new < old:
                 blocks = div_ceil(new, seqs.shape.tokens_per_block)
                 if blocks < seqs.num_blocks[sequence]:
+                    self._known("resize to fewer blocks")
                     runtime.shrink(np.array([sequence]), np.array([blocks], np.int32))
             seqs.capacity[sequence] = new
             if history_length is not None:
                 seqs.set_history_of_one(sequence, history)
             return True
+
+    def fork(self, n: int) -> list[KVCache]:
+        """Independent active caches that go on from here, for several samples of one prompt.
+
+        Full blocks of the history are shared, and so is what was committed. The blocks after are
+        copied on the bound stream, one launch per pool group for all forks. Each fork is bound to
+        the same stream, and has this cache's `expected_prompt_length` and `id`.
+
+        Parameters
+        ----------
+        n : int
+            How many, beside this one.
+
+        Returns
+        -------
+        list of KVCache
+
+        Raises
+        ------
+        OutOfPagesError, CacheCapacityError
+            Pages, sequences or table rows are short. Nothing changed.
+        StateError
+            It is not active, or has several beams.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequence = self._active("fork")
+            self._known("fork")
+            if self.beam_width != 1:
+                raise StateError("fork: the cache has several beams; set_beam_width(1) first")
+            forks = runtime.fork(sequence, as_int("n", n, 1))
+            return [KVCache(runtime, fork, self.expected_prompt_length, self.id) for fork in forks]
 
     # -- page indices ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvcore.checks import as_optional_int
 from kvcore.config import ReuseScope
 from kvcore.control.reuse import Claim, PriorityOf
-from kvcore.errors import wrong
+from kvcore.errors import wrong, wrong_type
 from kvcore.kv_cache import KVCache
 from kvcore.prefix import checked_scope
 from kvcore.retention import Retention, as_retention, as_time
@@ -54,7 +54,7 @@ class Lifecycle:
             How important the pages of the sequence are, those it reuses and those it publishes.
         custom_priority_callback : callable (ordinal, layer group) -> int, optional
             The priority of a page it publishes, in [0, 100]. Ranges of `retention` win. Called
-            under the manager's lock.
+            under the manager's lock, which it must not call.
         now : float, optional
             The present moment of the caller's clock, where `retention` has a `ttl`.
         stats_excluded : bool
@@ -90,6 +90,8 @@ class Lifecycle:
         entries = as_retention(retention)
         if now is not None or any(entry.ttl is not None for entry in entries):
             now = as_time("now", now)
+        if custom_priority_callback is not None and not callable(custom_priority_callback):
+            raise wrong_type("custom_priority_callback", "a function", custom_priority_callback)
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
@@ -149,7 +151,7 @@ class Lifecycle:
             sequences = runtime.handles.numbers_of(still_open)
             active = sequences[runtime.control.seqs.active[sequences]]
             for sequence in sequences.tolist():
-                runtime.publish_tail(sequence, runtime.streams.moment(sequence))
+                runtime.end_publishing(sequence)
             if active.size:
                 runtime.shrink(active, np.zeros(active.size, np.int32))
             for kv in still_open:

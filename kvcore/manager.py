@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +17,7 @@ from kvcore.errors import wrong, wrong_type
 from kvcore.kv_cache import KVCache
 from kvcore.lifecycle import Lifecycle
 from kvcore.pools import PoolQueries
-from kvcore.prefix import PrefixCalls, refuse_while_open
+from kvcore.prefix import PrefixCalls, end_pins, refuse_while_open
 from kvcore.startup import open_runtime, refuse_unbuilt
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         if not isinstance(config, KVCacheManagerConfig):
             raise wrong_type("config", "a KVCacheManagerConfig", config)
         refuse_unbuilt(config)
-        if not (event_manager is None or hasattr(event_manager, "stored")):
+        listens = ("stored", "removed", "snapshot")
+        if event_manager is not None and not all(hasattr(event_manager, n) for n in listens):
             raise wrong_type("event_manager", "a KVCacheEventManager", event_manager)
         self.config = config
         self._owns_device = isinstance(device, str)
@@ -116,6 +117,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         n: int | ArrayLike,
         *,
         history: ArrayLike | None = None,
+        block: bool = False,
     ) -> bool:
         """Grows many sequences, all or nobody.
 
@@ -127,6 +129,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             Tokens to add to each capacity, at least 0.
         history : array_like of int [len(kv_caches)], optional
             New history lengths. Default: unchanged.
+        block : bool
+            Where pages are short and parents of beam steps are on their way, BLOCK until these
+            have arrived and freed what they free.
 
         Returns
         -------
@@ -149,7 +154,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         with runtime.lock:
             plain = history is None and type(n) is int
             if plain and isinstance(kv_caches, list) and len(kv_caches) == 1:
-                return self._advance_one(kv_caches, int(n))  # type: ignore[arg-type]
+                return self._advance_one(kv_caches, int(n), block)  # type: ignore[arg-type]
             sequences = runtime.enter_with(kv_caches)
             if not sequences.size:
                 return True
@@ -160,21 +165,25 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
                 new_history = token_counts("history", history, sequences.size)
                 _check_history(new_history, seqs.history[sequences], capacity)
             over = (capacity > seqs.limit[sequences]).nonzero()[0]
-            if over.size and not runtime.grow(sequences[over], capacity[over]):
-                return False
+            if over.size:
+                some, wanted = sequences[over], capacity[over]
+                if not runtime.retry(lambda: runtime.grow(some, wanted), block):
+                    return False
             seqs.capacity[sequences] = capacity
             if history is not None:
                 seqs.set_history(sequences, np.broadcast_to(new_history, sequences.shape))
             return True
 
-    def _advance_one(self, kv_caches: list[KVCache], n: int) -> bool:
+    def _advance_one(self, kv_caches: list[KVCache], n: int, block: bool) -> bool:
         runtime = self._runtime
         sequence = runtime.enter_with(kv_caches).item()
         if not 0 <= n <= LONGEST:
             raise wrong("n", f"a value in [0, {LONGEST}]", n)
         seqs = runtime.control.seqs
         capacity = seqs.capacity.item(sequence) + n
-        if capacity > seqs.limit.item(sequence) and not runtime.grow_one(sequence, capacity):
+        if capacity > seqs.limit.item(sequence) and not runtime.retry(
+            lambda: runtime.grow_one(sequence, capacity), block
+        ):
             return False
         seqs.capacity[sequence] = capacity
         return True
@@ -199,6 +208,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             if bad.size:
                 i = int(bad[0])
                 raise wrong(f"capacities[{i}]", f"a value in [{low[i]}, {high[i]}]", int(wanted[i]))
+            runtime.refuse_pending(sequences.tolist(), "truncate")
             runtime.shrink(sequences, -(-wanted // seqs.shape.tokens_per_block))
             seqs.capacity[sequences] = wanted
 
@@ -236,12 +246,39 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         runtime = self._runtime
         with runtime.lock:
             sequences = runtime.enter_with(kv_caches)
+            runtime.refuse_pending(sequences.tolist(), "slot_mapping")
             as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
             rows, owner = runtime.control.batch_rows(sequences)
             first = starts.astype(np.int64)[owner]
             per_row = np.broadcast_to(np.asarray(counts, np.int64), sequences.shape)[owner]
             return runtime.control.map_tokens(rows, first, per_row, layer_group)
+
+    def step_beams(self, batch: Batch, parents: Any, *, stream: object = None) -> None:
+        """Lets every beam of a batch's step go on from the parent that a device array names.
+
+        Parameters
+        ----------
+        batch : Batch
+            Prepared, and its tokens appended.
+        parents : int32 array [num_rows]
+            On the device, one entry per row of the batch: the beam of the same cache, counted from
+            0, that the row goes on from. May repeat. An entry out of range means the row itself.
+        stream : optional
+            Default: `prepare`'s.
+
+        Notes
+        -----
+        Rows of the device's page table are permuted, and tails copied where a parent has several
+        children: one launch, and one per layer group. The tokens of the step, up to its last one,
+        belong to what is copied. Takes no page. May be captured in a graph: then call
+        `Batch.finish(parents)` after each replay. The host follows when the parents have arrived,
+        one or more steps later, and frees pages then; until then it refuses questions about these
+        caches' rows (`ParentsPending`). Never blocks. The step is over: prepare the next one.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            batch.step_beams(parents, stream)
 
     def create_batch(self, max_rows: int, max_tokens: int) -> Batch:
         """A fixed place on the device for what a step needs to know of its sequences.
@@ -278,6 +315,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
                 return
             runtime.enter()
             refuse_while_open(runtime, "shutdown")
+            end_pins(runtime)
             try:
                 runtime.close()
             finally:

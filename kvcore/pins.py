@@ -5,14 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
-    from kvcore.control.node import Node
+    from kvcore.control.reuse import PinHold
     from kvcore.runtime import Runtime
-
-Int32 = NDArray[np.int32]
 
 
 class Pin:
@@ -33,7 +28,7 @@ class Pin:
         runtime: Runtime,
         num_tokens: int,
         deadline: float | None,
-        held: tuple[Node, int, Int32] | None,
+        held: PinHold | None,
     ) -> None:
         self._runtime, self._held = runtime, held
         self.num_tokens, self.deadline = num_tokens, deadline
@@ -57,7 +52,8 @@ class Pin:
     def close(self) -> None:
         """Lets the pages go. Idempotent."""
         with self._runtime.lock:
+            self._runtime.refuse_reentry()
             held, self._held = self._held, None
             if held is not None:
-                self._runtime.pins.discard(self)
-                self._runtime.control.reuse.unpin(*held)
+                self._runtime.pins.pop(self, None)
+                self._runtime.control.reuse.unpin(held)

@@ -73,12 +73,16 @@ class PrefixCalls:
         Takes the keys of `sequence_to_blockchain_keys` without the root's. Hashes nothing but the
         tree's own blocks, each once.
         """
+        wanted = list(keys) if isinstance(keys, list | tuple) else _checked_keys(keys)
+        for key in wanted:
+            if not isinstance(key, bytes):
+                raise wrong_type("keys", "a sequence of bytes, one per block", key)
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
             reuse = runtime.control.reuse
             root = reuse.root(checked_scope(reuse_scope))
-            return KeyMatch(*reuse.tree.keys.match(root, list(keys)))
+            return KeyMatch(*reuse.tree.keys.match(root, wanted))
 
     def explain(self, input_tokens: TokenIds, reuse_scope: ReuseScope | None = None) -> Explanation:
         """Where the match of a prompt ends, and why. Changes nothing.
@@ -145,6 +149,8 @@ class PrefixCalls:
             `ttl` without `now`, or not above 0.
         """
         deadline = None
+        if now is not None:
+            as_time("now", now)
         if ttl is not None:
             if not as_time("ttl", ttl) > 0:
                 raise wrong("ttl", "a time above 0", ttl)
@@ -156,7 +162,7 @@ class PrefixCalls:
             held = runtime.control.reuse.pin(match, length) if length else None
             pin = Pin(runtime, length, deadline, held)
             if held is not None:
-                runtime.pins.add(pin)
+                runtime.pins[pin] = None
             return pin
 
     def expire(self, now: float) -> None:
@@ -168,15 +174,17 @@ class PrefixCalls:
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            over = [p for p in runtime.pins if p.deadline is not None and p.deadline <= moment]
-            for pin in over:
-                pin.close()
+            timed = [(p.deadline, p) for p in runtime.pins if p.deadline is not None]
+            for deadline, pin in sorted(timed, key=lambda item: item[0]):  # equal: as created
+                if deadline <= moment:
+                    pin.close()
             runtime.control.reuse.expire(moment)
 
     # -- dropping ----------------------------------------------------------------------------------
 
     def weights_epoch(self, lora_id: int | None = None) -> int | None:
         """The epoch of the base weights, or of a LoRA id's; None if none was ever set."""
+        lora_id = as_optional_int("lora_id", lora_id, 0, 2**64 - 1)
         with self._runtime.lock:
             self._runtime.enter()
             return self._runtime.control.reuse.epoch(lora_id)
@@ -187,9 +195,14 @@ class PrefixCalls:
         Parameters
         ----------
         epoch : int
-            Unsigned 64-bit; part of all keys from now on.
+            Unsigned 64-bit, higher than before; part of all keys from now on.
         lora_id : int, optional
             Whose weights. Default: the base's, which all scopes depend on.
+
+        Raises
+        ------
+        ValueError
+            The epoch is lower than the present one. An equal one does nothing.
 
         Notes
         -----
@@ -213,8 +226,7 @@ class PrefixCalls:
         with runtime.lock:
             runtime.enter()
             refuse_while_open(runtime, "clear_reusable_blocks")
-            for pin in list(runtime.pins):
-                pin.close()
+            end_pins(runtime)
             runtime.control.reuse.tree.clear(Pressure("clear_reusable_blocks", 0, 0))
 
 
@@ -222,6 +234,18 @@ def refuse_while_open(runtime: Runtime, call: str) -> None:
     """Raises `StateError` if caches are open."""
     if runtime.handles:
         raise StateError(f"{call}: {len(runtime.handles)} KV cache(s) still open; close first")
+
+
+def _checked_keys(keys: object) -> list[bytes]:
+    if isinstance(keys, bytes | str) or not isinstance(keys, Iterable):
+        raise wrong_type("keys", "a sequence of bytes, one per block", keys)
+    return list(keys)
+
+
+def end_pins(runtime: Runtime) -> None:
+    """Lets go of everything that is pinned."""
+    for pin in list(runtime.pins):
+        pin.close()
 
 
 def checked_scope(reuse_scope: ReuseScope | None) -> ReuseScope:

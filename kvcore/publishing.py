@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvcore.beams import Beams
+from kvcore.control.commit import plan_commit, publish
 from kvcore.control.reuse import Claim
 from kvcore.control.statistics import KVCacheStats
 from kvcore.drops import PlannedDrop
 from kvcore.errors import StateError, wrong
+from kvcore.ids import div_ceil
 from kvcore.tokens import TokenIds, token_view
 
 
@@ -34,7 +34,7 @@ class Publishing(Beams):
         ValueError, TypeError
             Wrong ids; more tokens than the capacity holds.
         StateError
-            It is not active; committing has stopped; beams differ in a block to be published;
+            It is not active; committing has stopped; beams have different pages at the tokens;
             `commit_min_snapshot` is set and the history is neither the old nor the new number of
             committed tokens. Nothing changed.
 
@@ -48,6 +48,7 @@ class Publishing(Beams):
         runtime = self._runtime
         with runtime.lock:
             sequence = self._active("commit")
+            self._known("commit")
             image = token_view("tokens", tokens, text_only=runtime.config.text_only)
             if not image:
                 if is_end:
@@ -55,11 +56,7 @@ class Publishing(Beams):
                 return
             claim = runtime.control.reuse.claims[sequence]
             self._check_commit(claim, len(image) // 4)
-            self._commit(claim, image)
-            if runtime.config.commit_min_snapshot and not is_end:
-                self._snapshot()
-            if is_end:
-                self._stop()
+            self._publish(image, is_end)
 
     def stop_committing(self) -> None:
         """Publishes the partial last block, if that is allowed and new, and nothing more after it.
@@ -125,50 +122,44 @@ class Publishing(Beams):
                 f"commit: with commit_min_snapshot the history ({self.history_length}) must be the "
                 f"committed tokens before ({claim.committed}) or after ({total}) the call"
             )
-        reuse = runtime.control.reuse
-        if not reuse.rows_agree(sequence, claim.blocks, reuse.new_blocks(claim, count)):
+        reuse, size = runtime.control.reuse, runtime.control.seqs.shape.tokens_per_block
+        if not reuse.is_lost(claim) and not reuse.rows_agree(
+            sequence, claim.committed // size, div_ceil(total, size)
+        ):
             raise StateError(
                 "commit: the beams differ in a block to be published; choose one first with "
                 "set_beam_width(1, parents=[winner])"
             )
 
-    def _commit(self, claim: Claim, image: memoryview) -> None:
+    def _publish(self, tokens: memoryview, is_end: bool) -> None:
+        """Commits checked tokens: everything that may fail comes before the first change."""
         runtime, sequence = self._runtime, self._sequence
-        reuse, seqs = runtime.control.reuse, runtime.control.seqs
-        full = reuse.new_blocks(claim, len(image) // 4)
-        if full:
-            ready = runtime.streams.moment(sequence)
-            pages = reuse.insert(sequence, image, ready)
-            own = seqs.page_rows(sequence)[0, :, claim.blocks : claim.blocks + pages.shape[1]]
-            if np.count_nonzero(own != pages):
-                slots_of = runtime.control.slots_of
-                after = [s.ready(row) for s, row in zip(slots_of, pages, strict=True)]
-                runtime.streams.wait_for(sequence, [t for t in after if t is not None])
-                reuse.adopt(sequence, pages, ready)
-                runtime.bound_rows.refresh(sequence)
-        reuse.advance(sequence, image)
-        seqs.set_history_of_one(sequence, max(seqs.history.item(sequence), claim.committed))
-
-    def _snapshot(self) -> None:
-        """Publishes a copy of the partial last block, if it is new and a slot can be had."""
-        runtime, sequence = self._runtime, self._sequence
-        control, reuse = runtime.control, runtime.control.reuse
-        if not reuse.tail_is_new(sequence) or not control.make_room(1, "snapshot"):
-            return
-        copy, after = control.take_block()
+        control, snapshot = runtime.control, runtime.config.commit_min_snapshot and not is_end
+        plan = plan_commit(control.reuse, sequence, tokens, with_tail=is_end or snapshot)
+        copy = None
+        if plan.publishes_tail and not is_end:
+            room = control.make_room(1, "snapshot")  # may evict what was just looked up
+            plan = plan_commit(control.reuse, sequence, tokens, with_tail=room)
+            if plan.publishes_tail:
+                copy, after = control.take_block()
         try:
-            runtime.streams.wait_for(sequence, after)
-            block = reuse.claims[sequence].blocks
-            own = control.seqs.page_rows(sequence)[0, :, block : block + 1]
-            runtime.copy_blocks(sequence, own, copy)
-            ready = runtime.streams.moment(sequence)
+            if copy is not None:
+                runtime.streams.wait_for(sequence, after)
+                own = control.reuse.own_pages(sequence, plan.tail_block, 1)
+                runtime.copy_blocks(sequence, own, copy)
+            ready = runtime.ready_to_publish(plan)
         except BaseException:
-            control.give_back(copy, runtime.streams.moment(sequence))
+            if copy is not None:
+                control.give_back(copy, runtime.streams.moment(sequence))
             raise
-        reuse.insert_tail(sequence, ready, copy)
-        control.stats.copied(1)
+        publish(control.reuse, plan, ready, copy)
+        if copy is not None:
+            control.stats.copied(1)
+        claim, seqs = plan.claim, control.seqs
+        claim.stopped = claim.stopped or is_end
+        seqs.set_history_of_one(sequence, max(seqs.history.item(sequence), claim.committed))
+        runtime.bound_rows.refresh(sequence)
 
     def _stop(self) -> None:
-        runtime, sequence = self._runtime, self._sequence
-        if not runtime.control.reuse.claims[sequence].stopped:
-            runtime.publish_tail(sequence, runtime.streams.moment(sequence))
+        if not self._runtime.control.reuse.claims[self._sequence].stopped:
+            self._publish(memoryview(b""), True)

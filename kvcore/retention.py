@@ -41,7 +41,7 @@ class Retention:
         as_int("start", self.start, 0)
         as_optional_int("end", self.end, self.start + 1)
         as_int("priority", self.priority, 0, HIGHEST_PRIORITY)
-        if self.ttl is not None and not self.ttl > 0:
+        if self.ttl is not None and not as_time("ttl", self.ttl) > 0:
             raise wrong("ttl", "a time above 0", self.ttl)
 
 
@@ -60,6 +60,8 @@ def as_retention(retention: object) -> tuple[Retention, ...]:
 
 def as_time(name: str, value: object) -> float:
     """A finite moment of the caller's clock."""
+    if value is None:
+        raise wrong(name, "a number, the present moment of your clock", None)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise wrong_type(name, "a number, the present moment of your clock", value)
     if value in (float("inf"), float("-inf")):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcore.beam_steps import Tails
 from kvcore.bound_rows import BoundRows
 from kvcore.checks import token_counts
+from kvcore.control.commit import CommitPlan, plan_commit, publish
+from kvcore.control.fork import shared_blocks, take_private, write_fork
 from kvcore.control.plane import ControlPlane
 from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
-from kvcore.errors import InternalError, StateError, wrong
+from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, PoolGroupId, Ticket
+from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
 from kvcore.stacks import PageStacks
@@ -71,7 +75,9 @@ class Runtime:
         )
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
-        self.pins: set[Pin] = set()
+        self.pins: dict[Pin, None] = {}  # in the order of their creation
+        self.parents = PendingParents(self)
+        self.tails = Tails(self)
         self.closed = False
 
     def enter(self) -> None:
@@ -81,7 +87,10 @@ class Runtime:
         """
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
+        self.refuse_reentry()
         self.handles.forget_batch()
+        if self.parents:
+            self.parents.take_arrived()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
             self.tables.compact(self.control.seqs.dirty)
         while (sequence := self.handles.sweep(self.destroy)) is not None:
@@ -91,8 +100,15 @@ class Runtime:
                 stacklevel=4,
             )
 
+    def refuse_reentry(self) -> None:
+        """Raises `StateError` inside a priority callback, which must not call the manager."""
+        if self.control.reuse.calling:
+            raise StateError("custom_priority_callback must not call the manager or its caches")
+
     def enter_with(self, kv_caches: Iterable[KVCache]) -> Index:
         """The door of calls on a batch: the sequence numbers of its distinct active handles."""
+        if self.parents:
+            self.parents.take_arrived()
         sequences = self.handles.remembered(kv_caches)
         if sequences is None or len(self.control.seqs.dirty) > MOST_CHANGES:
             self.enter()
@@ -125,6 +141,22 @@ class Runtime:
         # NO_LIMIT is above any reach, so larger wishes are refused like it
         return self.grow(np.array([sequence]), np.array([min(capacity, NO_LIMIT)], np.int32))
 
+    def retry(self, attempt: Callable[[], bool], block: bool) -> bool:
+        """Whether `attempt` succeeds, with `block` after waiting for parents that free pages."""
+        while not attempt():
+            if not (block and self.parents):
+                return False
+            self.parents.wait_for_one()
+        return True
+
+    def refuse_pending(self, sequences: Iterable[int], call: str) -> None:
+        """Raises `ParentsPending` if the host does not know the rows of one of `sequences`."""
+        if self.parents and any(sequence in self.parents for sequence in sequences):
+            raise ParentsPending(
+                f"{call}: the parents of a beam step have not arrived yet; call settle() to wait "
+                "for them, or come back a step later"
+            )
+
     def _check_reach(self, sequences: Index, capacity: Int32, blocks: Int32) -> None:
         longest = self.longest
         if longest is not None and int(capacity.max()) > longest:
@@ -143,19 +175,45 @@ class Runtime:
 
     def destroy(self, sequence: int) -> None:
         """Frees everything of a sequence and forgets its handle."""
+        self.refuse_reentry()
+        self.end_publishing(sequence)
         some = self.control.seqs.num_blocks[sequence]
         ticket = self.streams.moment(sequence) if some else NO_TICKET
-        self.publish_tail(sequence, ticket)
+        self.parents.forget(sequence)
         self.bound_rows.release(sequence)
         self.control.destroy(sequence, ticket)
         self.streams.forget(sequence)
         self.handles.remove(sequence)
 
-    def publish_tail(self, sequence: int, ready: Ticket) -> None:
-        """Ends publishing: the partial last block enters the tree if that is allowed and new."""
+    def ready_to_publish(self, plan: CommitPlan) -> Ticket:
+        """The moment after which a sequence's pages may be read; its stream may read known ones."""
+        if not plan.publishes:
+            return NO_TICKET
+        known = plan.found.pages
+        ready = (s.ready(row) for s, row in zip(self.control.slots_of, known, strict=True))
+        self.streams.wait_for(plan.sequence, [after for after in ready if after is not None])
+        return self.streams.moment(plan.sequence)
+
+    def end_publishing(self, sequence: int) -> None:
+        """A sequence is about to close: its partial last block is published if that is allowed.
+
+        An error of the caller's priority callback is told as a warning: closing goes on.
+        """
         reuse = self.control.reuse
-        if reuse.rules.partial_commit and reuse.tail_is_new(sequence):
-            reuse.insert_tail(sequence, ready)
+        if not reuse.rules.partial_commit or reuse.claims[sequence].stopped:
+            return
+        try:
+            plan = plan_commit(reuse, sequence, memoryview(b""), with_tail=True)
+        except Exception as error:
+            warnings.warn(
+                f"custom_priority_callback failed as a cache was closed, whose last block is not "
+                f"published: {error!r}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            if plan.publishes:
+                publish(reuse, plan, self.ready_to_publish(plan), None)
         reuse.claims[sequence].stopped = True
 
     def first_resume(self, sequence: int) -> bool:
@@ -189,11 +247,43 @@ class Runtime:
             slots.release(page, ticket, distinct=True)
         control.stats.copied_loan(sequence, control.reuse.return_loan(sequence))
 
+    def fork(self, sequence: int, count: int) -> list[int]:
+        """`KVCache.fork`: new sequences that are active and bound like `sequence`."""
+        control, seqs = self.control, self.control.seqs
+        shared, blocks = shared_blocks(control, sequence)
+        private = blocks - shared
+        if not control.make_room(count * private, "fork"):
+            raise OutOfPagesError(
+                f"fork: {count} forks need {count * private} private pages per layer group; close "
+                "or shrink other caches and retry"
+            )
+        forks = seqs.create(count)
+        fresh = take_private(control, count * private)
+        try:
+            stream = self.streams.of(sequence)
+            after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]
+            self.streams.wait_for(sequence, [t for t in after if t is not None])
+            own = seqs.page_rows(sequence)[0, :, shared:]
+            self.copy_blocks(sequence, np.tile(own, count), fresh)
+        except BaseException:
+            control.give_back(fresh, self.streams.moment(sequence))
+            for fork in forks:
+                seqs.destroy(fork)
+            raise
+        for fork, pages in zip(forks, np.split(fresh, count, axis=1), strict=True):
+            write_fork(control, sequence, fork, pages, shared)
+            control.reuse.share_claim(sequence, fork, shared)
+            control.stats.forked(sequence, fork, shared)
+            if stream is not None:
+                self.streams.bind(fork, stream)
+        return forks
+
     def copy_blocks(self, sequence: int, src: Int32, dst: Int32) -> None:
         """Enqueues copies of whole pages `[layer groups, n]` on a sequence's stream."""
         stream = self.streams.of(sequence)
         if stream is None:
             raise InternalError("pages were copied for a sequence that was never resumed")
+        self.streams.come_home(sequence)
         by_pool: dict[int, list[int]] = {}
         for group, pool_group in enumerate(self.control.pool_group_of):
             by_pool.setdefault(pool_group, []).append(group)
@@ -253,4 +343,5 @@ class Runtime:
                 stack.callback(memory.close)
             if self.tables is not None:
                 stack.callback(self.tables.close)
+            stack.callback(self.parents.close)
             self.device.synchronize()

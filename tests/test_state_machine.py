@@ -62,8 +62,8 @@ class Deferred(Immediate):
 
 TestImmediate = Immediate.TestCase
 TestDeferred = Deferred.TestCase
-TestImmediate.settings = settings(max_examples=40, stateful_step_count=40)
-TestDeferred.settings = settings(max_examples=40, stateful_step_count=40)
+TestImmediate.settings = settings(max_examples=35, stateful_step_count=35)
+TestDeferred.settings = settings(max_examples=35, stateful_step_count=35)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcore.control.plane import ControlPlane
 from kvcore.control.slots import SlotTable
-from kvcore.ids import NO_SLOT, PoolGroupId, Ticket, div_ceil
+from kvcore.ids import NO_SLOT, NO_TICKET, PoolGroupId, Ticket, div_ceil
 from kvcore.plan import PageCopies, Rebinding
 
 Int32 = NDArray[np.int32]
@@ -98,6 +98,26 @@ def publish_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) ->
     beams, groups, ordinals = np.nonzero(changed)
     index = rows[beams] * seqs.row_stride + groups * seqs.shape.max_blocks + ordinals
     seqs.mark(index, ticket)
+
+
+def apply_parents(
+    control: ControlPlane, sequence: int, parents: list[int], shared: int, blocks: int
+) -> None:
+    """Takes over what a beam step did to the device's rows: the first `blocks` blocks of each.
+
+    Blocks before `shared` were passed by reference, the ones after by the rule of this module; both
+    as they were when the step was prepared. Cannot fail. What no row reaches any more is free at
+    once: the step has run, and whoever read those pages came before it.
+    """
+    seqs = control.seqs
+    rows = seqs.rows[sequence, : len(parents)]
+    old = seqs.table[rows, :, :blocks]
+    takers, _, spare = _share_out(tuple(parents), len(parents))
+    new = old[parents]
+    new[takers, :, shared:] = old[spare[: len(takers)], :, shared:]
+    for group, slots in enumerate(control.slots_of):
+        _move_holders(slots, old[:, group, :shared], new[:, group, :shared], NO_TICKET)
+    seqs.table[rows, :, :blocks] = new
 
 
 def _move_holders(slots: SlotTable, old: Int32, new: Int32, ticket: Ticket) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcore.control.node import NOT_WAITING, Node
 from kvcore.control.pieces import SortedPieces
@@ -28,6 +29,7 @@ class EvictionQueue:
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
         self._order: SortedPieces[int, Node] = SortedPieces()
+        self._by_last: dict[int, Node] | None = None  # by the slot of their last block, once asked
 
     def __bool__(self) -> bool:
         return bool(self._order)
@@ -40,6 +42,8 @@ class EvictionQueue:
         if not self._slots.refs.item(slot):
             node.waiting = self._key(node, slot)
             self._order.put(node.waiting, node)
+            if self._by_last is not None:
+                self._by_last[slot] = node
 
     def leave(self, node: Node) -> None:
         """`node` waits no longer."""
@@ -53,6 +57,8 @@ class EvictionQueue:
         if self._slots.refs.item(slot) or self._key(node, slot) != node.waiting:
             self.leave(node)
             self.offer(node)
+        elif self._by_last is not None:
+            self._by_last[slot] = node
 
     def first(self) -> Node:
         """The node whose last block goes next. There is one."""
@@ -63,6 +69,19 @@ class EvictionQueue:
         node = self._order.pop_first()
         node.waiting = NOT_WAITING
         return node
+
+    def with_last_in(self, slots: NDArray[np.int32]) -> list[Node]:
+        """The waiting nodes whose last block is in one of some slots. O(tips) the first time."""
+        if self._by_last is None:
+            self._by_last = {node.slots.item(0, node.size - 1): node for node in self._order}
+        named = [(slot, self._by_last.pop(slot, None)) for slot in slots.tolist()]
+        found = [
+            node
+            for slot, node in named
+            if node is not None and node.waiting >= 0 and node.slots.item(0, node.size - 1) == slot
+        ]
+        self._by_last.update({node.slots.item(0, node.size - 1): node for node in found})
+        return found
 
     def waiting(self) -> list[Node]:
         """All waiting nodes, the first to go first."""

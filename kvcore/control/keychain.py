@@ -26,8 +26,8 @@ class KeyChain:
             keys = each.keys = bytearray() if each.keys is None else each.keys
             done = len(keys) // KEY_BYTES
             before = bytes(keys[-KEY_BYTES:]) if done else self.before(each)
-            start = done * self.block_bytes
-            keys += b"".join(chain_keys(before, bytes(each.tokens), self.tokens_per_block, start))
+            new = bytes(each.tokens[done * self.block_bytes :])
+            keys += b"".join(chain_keys(before, new, self.tokens_per_block))
         return node.keys if node.keys is not None else bytearray()
 
     def key(self, node: Node, index: int) -> bytes:
@@ -41,22 +41,20 @@ class KeyChain:
 
     def backwards(self, node: Node, first: int) -> list[bytes]:
         """The keys of a node's blocks from the last down to `first`."""
-        keys = bytes(self.of(node))
-        starts = range((node.size - 1) * KEY_BYTES, (first - 1) * KEY_BYTES, -KEY_BYTES)
+        keys = bytes(self.of(node)[first * KEY_BYTES :])
+        starts = range(len(keys) - KEY_BYTES, -KEY_BYTES, -KEY_BYTES)
         return [keys[start : start + KEY_BYTES] for start in starts]
 
     def run(self, node: Node, first: int, slots_of: list[SlotTable]) -> StoredRun:
         """A node's blocks from `first` on, as listeners are told of them."""
-        keys = bytes(self.of(node))
-        cut = first * self.block_bytes
-        if first:
-            parent: bytes | None = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES]
-        else:
-            parent = self.before(node) if node.start else None
+        cut, parent = first * self.block_bytes, None
+        if first or node.start:
+            parent = self.key(node, first - 1) if first else self.before(node)
+        keys = bytes(self.of(node)[first * KEY_BYTES :])
         return StoredRun(
             scope=node.root.scope,
             parent=parent,
-            keys=[keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(first, node.size)],
+            keys=[keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)],
             tokens=bytes(node.tokens[cut:]),
             groups=tuple(range(len(slots_of))),
             level=0,
@@ -66,10 +64,13 @@ class KeyChain:
         )
 
     def match(self, root: Node | None, keys: list[bytes]) -> tuple[int, int]:
-        """Blocks and tokens of the longest path with these keys. O(children) a branch."""
+        """Blocks and tokens of the longest path with these keys.
+
+        O(keys); children that nobody asked for by key before are named first, each once.
+        """
         node, done, tokens = root, 0, 0
         while node is not None and done < len(keys):
-            node = next((c for c in node.children.values() if self.key(c, 0) == keys[done]), None)
+            node = self._child(node, keys[done])
             if node is None:
                 break
             mine = bytes(self.of(node))
@@ -79,6 +80,22 @@ class KeyChain:
                 done += 1
                 tokens += min(len(node.tokens) // TOKEN_BYTES, self.tokens_per_block)
         return done, tokens
+
+    def _child(self, node: Node, key: bytes) -> Node | None:
+        children = node.children
+        if not children:
+            return None
+        if children.by_key is None:
+            children.by_key, children.unnamed = {}, list(children.values())
+        for child in children.unnamed:
+            if child.alive:
+                children.by_key[self.key(child, 0)] = child
+        children.unnamed = []
+        found = children.by_key.get(key)
+        if found is not None and not (found.alive and found.parent is node):
+            del children.by_key[key]  # it has left since
+            found = None
+        return found
 
 
 def tokens_before(node: Node, cut: int) -> bytes:

@@ -132,6 +132,7 @@ class Node:
         cut = at * block_bytes
         upper = Node(parent, self.root, self.start, self.tokens[:cut], self.slots[:, :at].copy())
         parent.children.add(bytes(upper.tokens[:block_bytes]), upper)
+        upper.serial = self.serial
         if self.keys is not None:
             upper.keys = self.keys[: at * KEY_BYTES]
             self.keys = self.keys[at * KEY_BYTES :]
@@ -202,13 +203,15 @@ class Children(dict[bytes, Node]):
     Those that leave stay in the order for a while: it is sifted piece by piece.
     """
 
-    __slots__ = ("_left", "num_partial", "order")
+    __slots__ = ("_left", "by_key", "num_partial", "order", "unnamed")
 
     def __init__(self) -> None:
         super().__init__()
         self.num_partial = 0
         self.order: SortedPieces[bytes, Node] | None = None
         self._left = 0
+        self.by_key: dict[bytes, Node] | None = None  # once somebody asked by keys
+        self.unnamed: list[Node] = []  # not in `by_key` yet
 
     def add(self, key: bytes, child: Node) -> None:
         """A new child, or another full one for the same block."""
@@ -216,6 +219,10 @@ class Children(dict[bytes, Node]):
         self.num_partial += child.partial
         if self.order is not None:
             self.order.put(key, child)
+        elif len(self) > FEW:
+            self.order = SortedPieces(self.items())
+        if self.by_key is not None:
+            self.unnamed.append(child)
 
     def remove(self, key: bytes, child: Node) -> None:
         """One child less, which is gone."""
@@ -231,11 +238,11 @@ class Children(dict[bytes, Node]):
 
         O(sqrt n) once they are in order, amortised.
         """
-        if len(self) <= FEW:
+        if self.order is None:
+            return self.values()
+        if len(self) <= FEW // 2:
             self.order = None
             return self.values()
-        if self.order is None:
-            self.order = SortedPieces(self.items())
         found = self.order.neighbours(wanted)
         while not all(map(_is_there, found)):
             self.order.sift_at(wanted, _is_there)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from kvcore.control.node import TOKEN_BYTES, Node, Root
 from kvcore.control.sequences import SequenceTable
 from kvcore.control.slots import SlotTable
 from kvcore.control.tree import Epochs, Match, PrefixTree, above
+from kvcore.errors import wrong
 from kvcore.ids import Ticket, div_ceil
 from kvcore.keys import next_key, root_key
 from kvcore.retention import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 
 Int32 = NDArray[np.int32]
+UInt8 = NDArray[np.uint8]
 Index = NDArray[np.intp]
 
 CALLBACK = "custom_priority_callback(ordinal, layer_group)"
@@ -63,6 +65,15 @@ class Claim:
     now: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class PinHold:
+    """The pages `[layer groups, blocks]` that one pin holds: the path that ends in `node`."""
+
+    node: Node
+    blocks: int
+    pages: Int32
+
+
 class PrefixReuse:
     """The prefix tree and the claims of all sequences on it.
 
@@ -79,9 +90,12 @@ class PrefixReuse:
         self.tokens_per_block = seqs.shape.tokens_per_block
         self.tree = PrefixTree(slots_of, self.tokens_per_block)
         self.claims: dict[int, Claim] = {}
-        self.deadlines = Deadlines(slots_of)
+        self.deadlines = Deadlines(slots_of[0].capacity)
         self.layer_groups: tuple[Any, ...] = tuple(range(len(slots_of)))
         self.pinned = 0  # pages, counted once per pin
+        self.pins: dict[Node, list[PinHold]] = {}
+        self.tree.replaced = self._move_pins
+        self.calling = False  # a priority callback of the caller's is running
         self._base_epoch: int | None = None
         self._lora_epochs: dict[int, int] = {}
         for slots in slots_of:
@@ -102,8 +116,11 @@ class PrefixReuse:
 
     def set_epoch(self, epoch: int, lora_id: int | None) -> None:
         """Puts everything computed with other weights out of reach."""
-        if self.epoch(lora_id) == epoch:
+        now = self.epoch(lora_id)
+        if now == epoch:
             return
+        if now is not None and epoch < now:
+            raise wrong("epoch", f"more than the present {now}: epochs rise", epoch)
         if lora_id is None:
             self._base_epoch = epoch
         else:
@@ -150,12 +167,20 @@ class PrefixReuse:
         if tail:
             offset = (count - 1 - claim.node.start) * self.tree.block_bytes
             claim.tail = bytes(claim.node.tokens[offset : offset + tail * TOKEN_BYTES])
-        if claim.retention or claim.priority_of:
-            self._prioritise(claim, 0, pages, known=True)
+        if claim.retention:
+            self.prioritise_known(claim, 0, pages)
         seqs.capacity[sequence] = seqs.history[sequence] = length
         seqs.num_blocks[sequence] = count
         seqs.limit[sequence] = seqs.limit_of(count)
         seqs.parked[sequence] = pages[None]
+
+    def share_claim(self, sequence: int, fork: int, shared: int) -> None:
+        """Gives a fork the claim of `sequence`, as far as its first `shared` blocks reach."""
+        claim = replace(self.claims[sequence])
+        if claim.blocks > shared:  # a published partial block, of which the fork has a copy
+            claim.blocks = shared
+            claim.node = None if claim.node is None or not shared else above(claim.node, shared)
+        self.claims[fork] = claim
 
     def let_go(self, sequence: int) -> None:
         """Forgets a sequence whose pages were released."""
@@ -181,49 +206,10 @@ class PrefixReuse:
         """Whether the weights have changed since the sequence began: it publishes nothing more."""
         return claim.epochs != self.epochs(claim.scope)
 
-    # -- publishing --------------------------------------------------------------------------------
-
-    def new_blocks(self, claim: Claim, tokens: int) -> int:
-        """Full blocks that committing so many more tokens completes."""
-        return (len(claim.tail) // TOKEN_BYTES + tokens) // self.tokens_per_block
-
-    def rows_agree(self, sequence: int, first: int, count: int) -> bool:
-        """Whether all beams have the same pages in some blocks."""
-        rows = self.seqs.page_rows(sequence)[:, :, first : first + count]
+    def rows_agree(self, sequence: int, first: int, last: int) -> bool:
+        """Whether all beams have the same pages in blocks `first` to `last - 1`."""
+        rows = self.seqs.page_rows(sequence)[:, :, first:last]
         return len(rows) == 1 or bool((rows == rows[0]).all())
-
-    def insert(self, sequence: int, tokens: memoryview, ready: Ticket) -> Int32:
-        """Commits `tokens`: publishes every block they complete.
-
-        Returns
-        -------
-        int32 array [layer groups, n]
-            The tree's pages of the new full blocks, which start at the claim's `blocks`. Where they
-            are not the sequence's own, `adopt` has to follow.
-        """
-        claim = self.claims[sequence]
-        image = tokens if not claim.tail else memoryview(claim.tail + tokens)
-        count = len(image) // self.tree.block_bytes
-        if not count or self.is_lost(claim):
-            return np.empty((len(self.slots_of), 0), np.int32)
-        node = claim.node or self.tree.root(claim.scope, claim.epochs)
-        own = self._own(sequence, claim.blocks, count)
-        self._prioritise(claim, claim.blocks, own)
-        body = image[: count * self.tree.block_bytes]
-        claim.node, pages, known = self.tree.insert(node, claim.blocks, body, own, ready)
-        if known and claim.retention:
-            self._prioritise(claim, claim.blocks, pages[:, :known], known=True)
-        return pages
-
-    def advance(self, sequence: int, tokens: memoryview) -> None:
-        """Notes that `tokens` are committed."""
-        claim = self.claims[sequence]
-        image = claim.tail + tokens
-        claim.committed += len(tokens) // TOKEN_BYTES
-        count = len(image) // self.tree.block_bytes
-        claim.tail = image[count * self.tree.block_bytes :]
-        if not self.is_lost(claim):
-            claim.blocks += count
 
     def adopt(self, sequence: int, pages: Int32, ticket: Ticket) -> None:
         """Lets a sequence use the tree's `pages` from the claim's `blocks` on, and frees its own.
@@ -231,107 +217,94 @@ class PrefixReuse:
         `ticket` is the moment after which its own are no longer used.
         """
         seqs, first = self.seqs, self.claims[sequence].blocks
-        width, own = int(seqs.width[sequence]), self._own(sequence, first, pages.shape[1])
+        width, own = int(seqs.width[sequence]), self.own_pages(sequence, first, pages.shape[1])
         rows = seqs.rows[sequence, :width]
         for group, slots in enumerate(self.slots_of):
             where = np.flatnonzero(own[group] != pages[group])
             if not where.size:
                 continue
-            slots.hold_published(pages[group, where], width)
+            slots.hold_distinct(pages[group, where], width)
             slots.release_each(own[group, where], ticket, width)
             seqs.table[rows[:, None], group, first + where] = pages[group, where]
             flat = rows[:, None] * seqs.row_stride + group * seqs.shape.max_blocks + first + where
             seqs.mark(flat.reshape(-1), ticket)
         seqs.touch(sequence)
 
-    def insert_tail(self, sequence: int, ready: Ticket, copy: Int32 | None = None) -> bool:
-        """Publishes the partial last block, its own page or a `copy` of it `[layer groups, 1]`.
-
-        False if a known block covers it.
-        """
-        claim = self.claims[sequence]
-        node = claim.node or self.tree.root(claim.scope, claim.epochs)
-        page = self._own(sequence, claim.blocks, 1) if copy is None else copy
-        self._prioritise(claim, claim.blocks, page)
-        child = self.tree.insert_partial(node, claim.blocks, claim.tail, page, ready)
-        if child is None:
-            return False
-        if copy is None:
-            claim.node, claim.blocks = child, claim.blocks + 1
-        else:
-            for slots, taken in zip(self.slots_of, copy, strict=True):
-                slots.release(taken, ready, distinct=True)
-            self.tree.let_go(child, claim.blocks + 1)
-        return True
-
-    def tail_is_new(self, sequence: int) -> bool:
-        """Whether a partial last block is there to be published, and no known block covers it."""
-        claim = self.claims[sequence]
-        if not claim.tail or claim.stopped or claim.borrowed or self.is_lost(claim):
-            return False
-        node: Node | None = claim.node or self.root(claim.scope)
-        if node is None:
-            return True
-        node = above(node, claim.blocks)
-        inside = claim.blocks - node.start
-        if inside < node.size:
-            return not node.tokens.startswith(claim.tail, inside * self.tree.block_bytes)
-        return not node.covering(claim.tail)
-
-    def _own(self, sequence: int, first: int, count: int) -> Int32:
+    def own_pages(self, sequence: int, first: int, count: int) -> Int32:
+        """Slots `[layer groups, count]` of a sequence's blocks from `first` on."""
         row: Int32 = self.seqs.page_rows(sequence)[0, :, first : first + count]
         return row
 
     # -- retention ---------------------------------------------------------------------------------
 
-    def _prioritise(self, claim: Claim, first: int, pages: Int32, known: bool = False) -> None:
-        """Gives pages the priority their publisher asked for; `known` ones only where it did."""
+    def asked(self, claim: Claim, first: int, count: int) -> UInt8 | None:
+        """The priorities that a sequence wants for its blocks from `first` on; None: the default.
+
+        Calls the caller's callback, whose errors come through. Changes nothing.
+        """
         if not claim.retention and claim.priority_of is None:
-            if not self._plain and not known:
+            return None
+        asked = np.full((len(self.slots_of), count), DEFAULT_PRIORITY, np.uint8)
+        if claim.priority_of is not None:
+            self.calling = True
+            try:
+                for group, layer_group in enumerate(self.layer_groups):
+                    for i in range(count):
+                        priority = claim.priority_of(first + i, layer_group)
+                        asked[group, i] = as_int(CALLBACK, priority, 0, HIGHEST_PRIORITY)
+            finally:
+                self.calling = False
+        for entry, blocks in self._ranges(claim, first, count):
+            asked[:, blocks] = entry.priority
+        return asked
+
+    def prioritise_new(self, claim: Claim, first: int, pages: Int32, asked: UInt8 | None) -> None:
+        """Gives pages that are about to be published the priorities that were `asked` for."""
+        if asked is None:
+            if not self._plain:
                 self._set(pages, np.full(pages.shape, DEFAULT_PRIORITY, np.uint8))
             return
         self._plain = False
-        count = pages.shape[1]
+        self._set(pages, asked)
+        self.deadlines.set(pages[0], None)
+        self._set_deadlines(claim, first, pages)
+
+    def prioritise_known(self, claim: Claim, first: int, pages: Int32) -> None:
+        """Gives published pages that a sequence uses the priorities of its `retention`."""
+        for entry, blocks in self._ranges(claim, first, pages.shape[1]):
+            self._plain = False
+            chosen = pages[:, blocks]
+            self._set(chosen, np.full(chosen.shape, entry.priority, np.uint8))
+        self._set_deadlines(claim, first, pages)
+
+    def _ranges(
+        self, claim: Claim, first: int, count: int
+    ) -> Iterator[tuple[Retention, NDArray[np.intp]]]:
+        """Which of some blocks each entry of a claim's retention covers, if any."""
         starts = np.arange(first, first + count) * self.tokens_per_block
-        if not known:
-            self._set(pages, self._asked(claim, first, pages.shape))
-            self.deadlines.remove(pages)
         for entry in claim.retention:
-            end = starts[-1] + 1 if entry.end is None else entry.end
-            chosen = pages[:, (starts >= entry.start) & (starts < end)]
-            if known:
-                self._set(chosen, np.full(chosen.shape, entry.priority, np.uint8))
-            if entry.ttl is not None and claim.now is not None:
-                self.deadlines.add(claim.now + entry.ttl, chosen)
-            else:
-                self.deadlines.remove(chosen)
+            inside = starts >= entry.start
+            if entry.end is not None:
+                inside &= starts < entry.end
+            blocks = np.flatnonzero(inside)
+            if blocks.size:
+                yield entry, blocks
 
-    def _asked(self, claim: Claim, first: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        asked = np.full(shape, DEFAULT_PRIORITY, np.uint8)
-        if claim.priority_of is not None:
-            for group in range(shape[0]):
-                for i in range(shape[1]):
-                    priority = claim.priority_of(first + i, self.layer_groups[group])
-                    asked[group, i] = as_int(CALLBACK, priority, 0, HIGHEST_PRIORITY)
-        starts = np.arange(first, first + shape[1]) * self.tokens_per_block
-        for entry in claim.retention:
-            end = starts[-1] + 1 if entry.end is None else entry.end
-            asked[:, (starts >= entry.start) & (starts < end)] = entry.priority
-        return asked
+    def _set_deadlines(self, claim: Claim, first: int, pages: Int32) -> None:
+        for entry, blocks in self._ranges(claim, first, pages.shape[1]):
+            ends = None if entry.ttl is None or claim.now is None else claim.now + entry.ttl
+            self.deadlines.set(pages[0, blocks], ends)
 
-    def _set(self, pages: Int32, priorities: NDArray[np.uint8]) -> None:
+    def _set(self, pages: Int32, priorities: UInt8) -> None:
         for slots, chosen, values in zip(self.slots_of, pages, priorities, strict=True):
             slots.priority[chosen] = values
 
     def expire(self, now: float) -> None:
         """Gives pages whose time has come the default priority."""
-        changed = self.deadlines.passed(now)
-        if not changed.size:
-            return
-        self.slots_of[0].priority[changed] = DEFAULT_PRIORITY
-        tails = set(changed.tolist())
-        for node in self.tree.queue.waiting():
-            if node.slots.item(0, node.size - 1) in tails:
+        due = self.deadlines.passed(now)
+        if due.size:
+            self.slots_of[0].priority[due] = DEFAULT_PRIORITY
+            for node in self.tree.queue.with_last_in(due):
                 self.tree.queue.requeue(node)
 
     # -- room --------------------------------------------------------------------------------------
@@ -343,16 +316,33 @@ class PrefixReuse:
             pressure = self._pressure = Pressure(call, blocks, self.pinned)
         return self.tree.evict(blocks, pressure)
 
-    def pin(self, match: Match, length: int) -> tuple[Node, int, Int32]:
-        """Holds the pages of a match: its node, its blocks, its pages."""
+    def pin(self, match: Match, length: int) -> PinHold:
+        """Holds the pages of a match."""
         count = div_ceil(length, self.tokens_per_block)
         pages = self.tree.hold(match, count)
         self.pinned += pages.size
-        return above(match.path[-1], count), count, pages
+        pin = PinHold(above(match.path[-1], count), count, pages)
+        self.pins.setdefault(pin.node, []).append(pin)
+        return pin
 
-    def unpin(self, node: Node, blocks: int, pages: Int32) -> None:
+    def unpin(self, pin: PinHold) -> None:
         """Ends what `pin` began."""
-        for slots, held in zip(self.slots_of, pages, strict=True):
-            slots.release(held, None, distinct=True)
-        self.pinned -= pages.size
-        self.tree.let_go(node, blocks)
+        held = self.pins[pin.node]
+        held.remove(pin)
+        if not held:
+            del self.pins[pin.node]
+        for slots, pages in zip(self.slots_of, pin.pages, strict=True):
+            slots.release(pages, None, distinct=True)
+        self.pinned -= pin.pages.size
+        self.tree.let_go(pin.node, pin.blocks)
+
+    def _move_pins(self, shorter: Node, longer: Node) -> None:
+        """Pins of a partial block hold the longer one that took its place."""
+        for pin in self.pins.pop(shorter, ()):
+            pin.node = above(longer, pin.blocks)
+            last = longer.slots[:, pin.blocks - 1 - longer.start]
+            for group, slots in enumerate(self.slots_of):
+                slots.hold_distinct(last[group : group + 1])
+                slots.release(pin.pages[group, -1:], None, distinct=True)
+            pin.pages[:, -1] = last
+            self.pins.setdefault(pin.node, []).append(pin)

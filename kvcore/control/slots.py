@@ -14,8 +14,12 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 UInt8 = NDArray[np.uint8]
 
-PRIVATE, PUBLISHED, RETIRED = 0, 1, 2
-"""What `in_tree` says of a slot: retired pages left the tree while somebody held them."""
+PRIVATE, PUBLISHED, SHARED = 0, 1, 2
+"""What `in_tree` says of a slot.
+
+A shared page is not in the tree, but several sequences may hold it: it left the tree while it was
+held, or forks go on from it.
+"""
 
 WORTH_A_LOOK = 64  # slots: from here on a look at whether they are a run pays
 
@@ -103,8 +107,8 @@ class SlotTable:
         distinct, counts = np.unique(slots, return_counts=True)
         self.refs[distinct] += counts.astype(np.int32)
 
-    def hold_published(self, slots: Int32, holders: int = 1) -> None:
-        """Adds holders to each of some distinct pages of the tree, held or not. O(n)."""
+    def hold_distinct(self, slots: Int32, holders: int = 1) -> None:
+        """Adds holders to each of some distinct slots, held or in the tree. O(n)."""
         where = as_index(slots)
         before = self.refs[where]
         self.num_evictable -= before.size - int(np.count_nonzero(before))
@@ -153,9 +157,9 @@ class SlotTable:
         self.num_evictable += int(np.count_nonzero(ended & (kept == PUBLISHED)))
         if np.count_nonzero(shared) < shared.size:
             self._give_back(slots[ended & ~shared], ticket)
-        retired = ended & (kept == RETIRED)
-        if np.count_nonzero(retired):
-            self._free_retired(slots[retired])
+        left_over = ended & (kept == SHARED)
+        if np.count_nonzero(left_over):
+            self._free_shared(slots[left_over])
 
     def _note(self, slots: Int32, tickets: Int64 | Ticket) -> None:
         self.reusable_after[slots] = tickets
@@ -188,10 +192,16 @@ class SlotTable:
     def withdraw(self, slots: Int32) -> None:
         """Published pages leave the tree: those that nobody holds are free."""
         held = self.refs[slots] > 0
-        self.in_tree[slots] = RETIRED
+        self.in_tree[slots] = SHARED
         unheld = slots[~held]
         self.num_evictable -= unheld.size
-        self._free_retired(unheld)
+        self._free_shared(unheld)
+
+    def share(self, slots: Int32, holders: int) -> None:
+        """Adds holders of other sequences to each of some distinct held slots."""
+        self.hold_distinct(slots, holders)
+        private = slots[self.in_tree[slots] == PRIVATE]
+        self.in_tree[private] = SHARED
 
     def withdraw_one(self, slot: int) -> None:
         """`withdraw` of a page that nobody holds, without arrays."""
@@ -200,7 +210,7 @@ class SlotTable:
         self.num_free += 1
         self.num_evictable -= 1
 
-    def _free_retired(self, slots: Int32) -> None:
+    def _free_shared(self, slots: Int32) -> None:
         self.in_tree[slots] = PRIVATE
         self._give_back(slots, None)
 

@@ -143,6 +143,16 @@ class Statistics:
         pending.full, pending.partial = hit // size, int(hit % size > 0)
         self._pending[sequence] = pending
 
+    def forked(self, sequence: int, fork: int, shared: int) -> None:
+        """A sequence begins as another one, with private pages from block `shared` on."""
+        pending = self._pending.get(sequence)
+        if pending is not None:
+            seqs = self._seqs
+            seqs.stat_from[fork], seqs.gen_from[fork] = shared, seqs.gen_from[sequence]
+            seqs.prompt[fork] = seqs.prompt[sequence]
+            self._pending[fork] = _Pending(pending.id, pending.excluded)
+            self.copied(seqs.num_blocks.item(sequence) - shared)
+
     def admitted(self, sequence: int) -> None:
         """Its first resume succeeded."""
         pending = self._counts(sequence)

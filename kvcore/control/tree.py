@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,20 @@ class Match:
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
+class Found(NamedTuple):
+    """Which of some blocks are in the tree, and where they end."""
+
+    node: Node | None
+    """Holds the last of them, or what they would hang on. None: there is no root."""
+
+    inside: int
+    """Blocks of `node` up to there."""
+
+    known: int
+    pages: Int32
+    """Of the known blocks, `[layer groups, known]`."""
+
+
 class PrefixTree:
     """All roots of a manager, and the line of pages that may be evicted.
 
@@ -71,6 +86,7 @@ class PrefixTree:
         self.queue = EvictionQueue(slots_of[0])
         self.keys = KeyChain(tokens_per_block)
         self.listener: TreeListener | None = None
+        self.replaced: Callable[[Node, Node], None] = lambda shorter, longer: None
         self.ghosts = Ghosts()
         self._stamp = 0
 
@@ -130,17 +146,53 @@ class PrefixTree:
 
     # -- publishing --------------------------------------------------------------------------------
 
+    def find(self, node: Node | None, at: int, tokens: memoryview, count: int) -> Found:
+        """Which of `count` blocks below block `at` of the path through `node` are there.
+
+        `tokens` is their image. `node` holds block `at - 1` or lies below it; None: the root is not
+        there yet. Changes nothing.
+        """
+        if node is None:
+            return Found(None, 0, 0, np.empty((len(self.slots_of), 0), np.int32))
+        node = above(node, at)
+        known, inside, parts = 0, at - node.start, [np.empty((len(self.slots_of), 0), np.int32)]
+        while known < count:
+            rest = tokens[known * self.block_bytes :]
+            if inside == node.size:
+                child = node.children.get(bytes(rest[: self.block_bytes]))
+                if child is None:
+                    break
+                node, inside = child, 0
+            equal = self._equal_blocks(node, inside, rest)
+            if not equal:
+                break
+            parts.append(node.slots[:, inside : inside + equal])
+            known, inside = known + equal, inside + equal
+        pages = parts[-1].copy() if len(parts) < 3 else np.concatenate(parts, axis=1)
+        return Found(node, inside, known, pages)
+
+    def covers(self, found: Found, tokens: bytes) -> bool:
+        """Whether a known block that follows `found` starts with `tokens`."""
+        node = found.node
+        if node is None:
+            return False
+        if found.inside < node.size:
+            return node.tokens.startswith(tokens, found.inside * self.block_bytes)
+        return node.covering(tokens)
+
     def insert(
-        self, node: Node, at: int, tokens: memoryview, slots: Int32, ready: Ticket
-    ) -> tuple[Node, Int32, int]:
-        """Puts full blocks below block `at` of the path through `node`.
+        self, node: Node, inside: int, at: int, tokens: memoryview, slots: Int32, ready: Ticket
+    ) -> Node:
+        """Puts new blocks below block `inside` of `node`, full ones or one partial block.
 
         Parameters
         ----------
-        node : Node
-            Holds block `at - 1` or lies below it; a root for `at` 0.
+        node, inside : Node, int
+            As `find` says; nothing there goes on like `tokens`.
+        at : int
+            Ordinal of the first block.
         tokens : memoryview
-            The image of the blocks.
+            Their image.
         slots : int32 array [layer groups, n]
             Their pages, held by whoever publishes them.
         ready : Ticket
@@ -148,51 +200,22 @@ class PrefixTree:
 
         Returns
         -------
-        node : Node
-            Holds the last of the blocks.
-        pages : int32 array [layer groups, n]
-            Their pages in the tree: the given ones where the block is new.
-        known : int
-            How many of them were there already.
+        Node
+            Holds the blocks.
         """
-        pages, known, count = slots.copy(), 0, slots.shape[1]
-        node = above(node, at)
-        while known < count:
-            inside, rest = at + known - node.start, tokens[known * self.block_bytes :]
-            if inside == node.size:
-                child = node.children.get(bytes(rest[: self.block_bytes]))
-                if child is None:
-                    break
-                node, inside = child, 0
-            equal = self._equal_blocks(node, inside, rest)
-            pages[:, known : known + equal] = node.slots[:, inside : inside + equal]
-            known += equal
-            if not equal:
-                node = node.split(inside, self.block_bytes)
-                break
-        if known < count:
-            new = slots[:, known:]
-            node = self._add(node, at + known, tokens[known * self.block_bytes :], new)
-            self._publish(node, new, ready)
-        if node.end == at + count:
-            self.queue.leave(node)  # the publisher holds its last block
-        return node, pages, known
-
-    def insert_partial(
-        self, node: Node, at: int, tokens: bytes, slots: Int32, ready: Ticket
-    ) -> Node | None:
-        """Puts a partial block below block `at`; None, and nothing, if a known block covers it."""
-        node = above(node, at)
-        inside = at - node.start
         if inside < node.size:
-            if node.tokens.startswith(tokens, inside * self.block_bytes):
-                return None
             node = node.split(inside, self.block_bytes)
-        elif node.covering(tokens):
-            return None
-        child = self._add(node, at, memoryview(tokens), slots)
-        self._publish(child, slots, ready)
-        return child
+        shorter = node.partial_prefix(bytes(tokens[: self.block_bytes]))
+        if shorter is not None:
+            self._retire(shorter)
+        node = self._add(node, at, tokens, slots)
+        for table, taken in zip(self.slots_of, slots, strict=True):
+            table.publish(taken, ready)
+        if shorter is not None:
+            self.replaced(shorter, node)
+        if self.listener is not None:
+            self.listener.stored(self.keys.run(node, at - node.start, self.slots_of))
+        return node
 
     def _equal_blocks(self, node: Node, inside: int, rest: memoryview) -> int:
         offset = inside * self.block_bytes
@@ -205,23 +228,14 @@ class PrefixTree:
 
     def _add(self, node: Node, at: int, tokens: memoryview, slots: Int32) -> Node:
         self.queue.leave(node)
-        first = bytes(tokens[: self.block_bytes])
-        shorter = node.partial_prefix(first)
-        if shorter is not None:
-            self._retire(shorter)
-        if len(first) == self.block_bytes and node.size and not node.children:
+        full = len(tokens) >= self.block_bytes
+        if full and node.size and not node.children:
             node.extend(tokens, slots)
             return node
         child = Node(node, node.root, at, bytearray(tokens), slots.copy())
-        child.partial = len(first) < self.block_bytes
-        node.adopt(child, first)
+        child.partial = not full
+        node.adopt(child, bytes(tokens[: self.block_bytes]))
         return child
-
-    def _publish(self, node: Node, new: Int32, ready: Ticket) -> None:
-        for slots, taken in zip(self.slots_of, new, strict=True):
-            slots.publish(taken, ready)
-        if self.listener is not None:
-            self.listener.stored(self.keys.run(node, node.size - new.shape[1], self.slots_of))
 
     # -- using and removing ------------------------------------------------------------------------
 
@@ -229,7 +243,7 @@ class PrefixTree:
         """Adds a holder to the first `count` pages of a match; their slots."""
         pages = match.pages(count, len(self.slots_of))
         for slots, taken in zip(self.slots_of, pages, strict=True):
-            slots.hold_published(taken)
+            slots.hold_distinct(taken)
         if match.path:
             node = above(match.path[-1], count)
             if node.end == count:
@@ -241,14 +255,14 @@ class PrefixTree:
         self._stamp += 1
         node = above(node, blocks)
         while not node.alive and node.parent is not None:
-            blocks, node = node.start, node.parent
-        last: Node | None = node
+            blocks = node.start
+            node = above(node.parent, blocks)
         step: Node | None = node
         while step is not None and step.size:
             step.touch(min(step.size, blocks - step.start), self._stamp)
             step = step.parent
-        if last is not None:
-            self.queue.offer(last)
+        self.queue.leave(node)
+        self.queue.offer(node)
 
     def evict(self, count: int, pressure: Pressure) -> int:
         """Frees the pages of up to `count` blocks, the least important first; how many it were.
@@ -281,20 +295,21 @@ class PrefixTree:
             self.listener.removed(self.keys.backwards(node, left), None)
         first = left * self.block_bytes
         block = bytes(node.tokens[first : first + self.block_bytes])
-        self.ghosts.remember(node, block, pressure)
+        self.ghosts.remember(node, node.start + left, block, pressure)
         self._free(node.trim(count, self.block_bytes))
         self.queue.requeue(node)
 
     def _remove_first(self, pressure: Pressure) -> Node:
         """Takes the first tip of the line away; its slots are still marked as in the tree."""
-        node = self.queue.take_first()
+        node = self.queue.first()
         if self.listener is not None and not node.root.stale:
             self.listener.removed(self.keys.backwards(node, 0), None)
+        self.queue.take_first()
         parent: Node = node.parent  # type: ignore[assignment]  # it is no root
         first = bytes(node.tokens if node.size == 1 else node.tokens[: self.block_bytes])
         node.waiting = GONE
         parent.drop(node, first)
-        self.ghosts.remember(parent, first, pressure)
+        self.ghosts.remember(parent, node.start, first, pressure)
         if not parent.children:
             if parent.parent is not None:
                 self.queue.offer(parent)

@@ -15,109 +15,32 @@ before anything is enqueued.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.device.beams import BeamArrays as BeamArrays
+from kvcore.device.beams import BeamOperations
+from kvcore.device.beams import TailBuffers as TailBuffers
+from kvcore.device.beams import TailPlace as TailPlace
+from kvcore.device.parts import Array as Array
+from kvcore.device.parts import Event as Event
+from kvcore.device.parts import Int32 as Int32
+from kvcore.device.parts import Int64 as Int64
+from kvcore.device.parts import Memory as Memory
+from kvcore.device.parts import PageStack as PageStack
+from kvcore.device.parts import Stream as Stream
 from kvcore.layout import PageGeometry as PageGeometry
 
-Array = Any
-"""An array of the device: `numpy.ndarray` or `cupy.ndarray`."""
 
-Int32 = NDArray[np.int32]
-Int64 = NDArray[np.int64]
+class Device(BeamOperations):
+    """Memory, streams and the operations of the cache, on one device.
 
-
-class Event(Protocol):
-    """A moment in a stream. Events are recorded when made and never re-recorded."""
-
-    def done(self) -> bool:
-        """Whether the moment has passed. Never blocks."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the calling thread until the moment has passed."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of device work, executed in order. The device hands out one object per handle."""
-
-    @property
-    def handle(self) -> int:
-        """The raw handle (`CUstream` as an integer; a serial number on the host)."""
-        ...
-
-    def record(self) -> Event:
-        """Marks the present end of the queue."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Later work of this stream starts only after `event`. Does not block the host."""
-        ...
-
-    def synchronize(self) -> None:
-        """Blocks the calling thread until the queue is empty."""
-        ...
-
-
-class Memory(Protocol):
-    """One address range whose base never moves; its first `nbytes` bytes are backed by memory."""
-
-    @property
-    def base(self) -> int:
-        """First address."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes backed by memory, a multiple of the grain."""
-        ...
-
-    def resize(self, nbytes: int) -> None:
-        """Backs exactly the first `nbytes` (rounded up to the grain).
-
-        Raises `OutOfMemoryError` with nothing changed, `ValueError` for more than was reserved and
-        `StateError` after `close`. What stays backed keeps its content. Shrinking requires that no
-        work touches the part given up; the caller synchronises first. New memory has undefined
-        content.
-        """
-        ...
-
-    def array(self, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> Array:
-        """A view of this range as an array of the device; no copy. It keeps the addresses reserved.
-
-        Raises `ValueError` where it would leave the reserved range or `offset` is not a multiple of
-        the item size, `StateError` after `close`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Gives the memory back. Idempotent. No enqueued work may touch it any more."""
-        ...
-
-
-class PageStack(Protocol):
-    """Pages of `L` layers and `K` roles of one layer group, with equal geometry, ready for kernels.
-
-    Made by `Device.page_stack`; immutable; on CUDA it holds the L * K addresses in device memory.
+    Those of beams stand in `kvcore.device.beams`.
     """
-
-    @property
-    def geometry(self) -> PageGeometry: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_roles(self) -> int: ...
-
-
-class Device(ABC):
-    """Memory, streams and the operations of the cache, on one device."""
 
     kind: str
     """"cuda", "host" or "meta"."""
@@ -141,6 +64,10 @@ class Device(ABC):
     @abstractmethod
     def create_stream(self) -> Stream:
         """A new stream that does not synchronise with the legacy default stream."""
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether work on `stream` goes into a graph instead of to the device."""
+        return False
 
     @abstractmethod
     def grain(self, quota: int) -> int:
@@ -313,6 +240,14 @@ class Device(ABC):
     @abstractmethod
     def to_host(self, array: Array, *, stream: Stream) -> NDArray[Any]:
         """Copies a device array (any strides) to the host. BLOCKS until `stream` has done it."""
+
+    @abstractmethod
+    def fetch(self, array: Array, target: NDArray[Any], *, stream: Stream) -> None:
+        """Copies a contiguous device array into host memory from `pinned`, of equal shape, dtype.
+
+        `target` holds the values once an event recorded after this call has passed; the caller
+        keeps it until then.
+        """
 
     @abstractmethod
     def from_host(self, values: NDArray[Any], target: Array, *, stream: Stream) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.device.base import Array, Memory, PageGeometry, PageStack
+from kvcore.device.base import Array, BeamArrays, Memory, PageGeometry, PageStack, TailPlace
+from kvcore.device.beams import MAX_BEAMS
 from kvcore.errors import wrong, wrong_type
 
 INT32 = np.dtype(np.int32)
@@ -93,6 +94,18 @@ def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.copy()
 
 
+def check_fetch(array: Array, target: Any, kind: type[Any]) -> None:
+    """Checks the arguments of `fetch`."""
+    check_array("array", array, kind, array.dtype, array.shape)
+    if not isinstance(target, np.ndarray):
+        raise wrong_type("target", "a host array (numpy.ndarray)", target)
+    if target.shape != array.shape or target.dtype != array.dtype:
+        text = f"{array.dtype} {array.shape}, as the array"
+        raise wrong("target", text, f"{target.dtype} {target.shape}")
+    if not target.flags.c_contiguous:
+        raise wrong("target", "a C-contiguous array", target.strides)
+
+
 def check_places(
     places: Sequence[tuple[Memory, int, int]], num_roles: int, geometry: PageGeometry
 ) -> None:
@@ -107,6 +120,57 @@ def check_places(
         if not 0 <= offset <= slot_bytes - size:
             text = f"a buffer of {size} bytes inside its slot of {slot_bytes}"
             raise wrong("places", text, offset)
+
+
+def check_beams(beams: BeamArrays, sources: Array, kind: type[Any]) -> int:
+    """Checks the arrays of a batch with beams, and `sources`; gives how many positions it has."""
+    check_array("beams.rows", beams.rows, kind, INT32, (ANY,))
+    shape = beams.rows.shape
+    for name in ("first", "width", "shared", "blocks", "valid"):
+        check_array(f"beams.{name}", getattr(beams, name), kind, INT32, shape)
+    check_array("sources", sources, kind, INT32, shape)
+    if not 0 <= beams.max_width <= MAX_BEAMS:
+        raise wrong("beams.max_width", f"0 to {MAX_BEAMS}", beams.max_width)
+    return int(shape[0])
+
+
+def check_step_rows(
+    table: Array, beams: BeamArrays, parents: Array, sources: Array, kind: type[Any]
+) -> None:
+    """Checks the arguments of `step_rows`."""
+    check_array("table", table, kind, INT32, (ANY, ANY, ANY), strided=True)
+    check_beams(beams, sources, kind)
+    check_array("parents", parents, kind, INT32, (ANY,))
+
+
+def check_copy_tails(
+    table: Array, beams: BeamArrays, sources: Array, tokens_per_block: int, kind: type[Any]
+) -> None:
+    """Checks the arguments of `copy_tails`."""
+    if tokens_per_block < 1:
+        raise wrong("tokens_per_block", "at least 1", tokens_per_block)
+    check_array("table", table, kind, INT32, (ANY, ANY), strided=True)
+    check_beams(beams, sources, kind)
+
+
+def check_tails(places: Sequence[TailPlace]) -> None:
+    """Checks that the buffers of tails lie in their slots and are whole numbers of tokens."""
+    for place in places:
+        if place.nbytes < 1 or not 0 <= place.offset <= place.slot_bytes - place.nbytes:
+            text = f"a buffer of at least 1 byte inside its slot of {place.slot_bytes}"
+            raise wrong("places", text, f"offset {place.offset}, nbytes {place.nbytes}")
+        if place.token_bytes < 0 or (place.token_bytes and place.nbytes % place.token_bytes):
+            text = f"token_bytes 0 or a divisor of nbytes={place.nbytes}"
+            raise wrong("places", text, place.token_bytes)
+
+
+def check_pairs(src: Any, dst: Any, tokens: Any) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    """Private copies of the arguments of `copy_tokens`."""
+    lists = [check_ids("src", src), check_ids("dst", dst), check_ids("tokens", tokens)]
+    for name, values in zip(("dst", "tokens"), lists[1:], strict=True):
+        if len(values) != len(lists[0]):
+            raise wrong(name, f"one entry per source ({len(lists[0])})", len(values))
+    return lists
 
 
 def check_geometry(geometry: PageGeometry) -> None:

@@ -18,14 +18,23 @@ from kvcore.device.checks import (
     INT32,
     INT64,
     check_array,
+    check_fetch,
     check_ids,
     check_places,
     check_tokens,
     described,
 )
-from kvcore.device.hostmemory import POISON, HostMemory, MetaMemory, check_reserve
+from kvcore.device.hostbeams import HostBeams, check_apart
+from kvcore.device.hostmemory import (
+    POISON,
+    HostMemory,
+    MetaMemory,
+    check_reserve,
+    no_memory,
+    own_memory,
+)
 from kvcore.device.simulated import SimulatedStream, Simulator
-from kvcore.errors import StateError, wrong, wrong_type
+from kvcore.errors import wrong, wrong_type
 from kvcore.ids import align_up
 
 GRAIN: Final = 4096  # bytes
@@ -46,7 +55,7 @@ class HostPageStack:
         return len(self.places) // self.num_roles
 
 
-class HostDevice(Device):
+class HostDevice(HostBeams, Device):
     """The contract on NumPy, with simulated streams.
 
     Parameters
@@ -200,7 +209,9 @@ class HostDevice(Device):
         self, places: Sequence[tuple[Memory, int, int]], num_roles: int, geometry: PageGeometry
     ) -> PageStack:
         check_places(places, num_roles, geometry)
-        own = tuple((_own(memory), slot_bytes, offset) for memory, slot_bytes, offset in places)
+        own = tuple(
+            (own_memory(memory), slot_bytes, offset) for memory, slot_bytes, offset in places
+        )
         return HostPageStack(own, num_roles, geometry)
 
     def append(
@@ -224,7 +235,7 @@ class HostDevice(Device):
         src, dst = check_ids("src", src), check_ids("dst", dst)
         if len(src) != len(dst):
             raise wrong("dst", f"one slot per source ({len(src)})", len(dst))
-        _check_apart(backed, src, dst)
+        check_apart(reference.num_slots(backed), src, dst)
         self._submit(stream, "copy_pages", reference.copy_pages, backed, src, dst)
 
     def fill_pages(
@@ -255,6 +266,10 @@ class HostDevice(Device):
         self._submit(stream, "to_host", np.copyto, found, array)
         stream.synchronize()
         return found
+
+    def fetch(self, array: Array, target: NDArray[Any], *, stream: Stream) -> None:
+        check_fetch(array, target, np.ndarray)
+        self._submit(stream, "fetch", np.copyto, target, array)
 
     def from_host(self, values: NDArray[Any], target: Array, *, stream: Stream) -> None:
         if values.shape != target.shape:
@@ -296,29 +311,14 @@ class MetaDevice(HostDevice):
     def page_stack(
         self, places: Sequence[tuple[Memory, int, int]], num_roles: int, geometry: PageGeometry
     ) -> PageStack:
-        raise _no_memory()
+        raise no_memory()
 
     def _submit(self, stream: Stream, label: str, work: Callable[..., None], *args: Any) -> None:
-        raise _no_memory()
-
-
-def _no_memory() -> StateError:
-    return StateError("a meta device stores nothing; open a host or cuda device to move bytes")
-
-
-def _own(memory: object) -> HostMemory:
-    """The memory, checked to be an open one of a host device."""
-    if isinstance(memory, MetaMemory):
-        raise _no_memory()
-    if not isinstance(memory, HostMemory):
-        raise wrong_type("memory", "memory reserved on a host device", memory)
-    if memory.closed:
-        raise StateError("memory: this range was closed")
-    return memory
+        raise no_memory()
 
 
 def _backed_pools(pools: Sequence[tuple[Memory, int]]) -> list[reference.Pool]:
-    return [(_own(memory).backed, slot_bytes) for memory, slot_bytes in pools]
+    return [(own_memory(memory).backed, slot_bytes) for memory, slot_bytes in pools]
 
 
 def _stack_args(
@@ -328,18 +328,10 @@ def _stack_args(
     if not isinstance(stack, HostPageStack):
         raise wrong_type("stack", "a page stack of a host device", stack)
     check_array("mapping", mapping, np.ndarray, INT32, (ANY, 2))
-    places = [(_own(memory).backed, size, offset) for memory, size, offset in stack.places]
+    places = [(own_memory(memory).backed, size, offset) for memory, size, offset in stack.places]
     return places, stack.num_roles, stack.geometry, mapping
 
 
 def _check_words(name: str, array: Array) -> None:
     shape = array.shape if isinstance(array, np.ndarray) else ()
     check_array(name, array, np.ndarray, INT32, shape)
-
-
-def _check_apart(pools: Sequence[reference.Pool], src: Int32, dst: Int32) -> None:
-    """On a GPU the order of such copies is undefined; here it is an error."""
-    real = reference.inside(pools, src) & reference.inside(pools, dst)
-    sources, targets = src[real], dst[real]
-    if len(np.unique(targets)) < len(targets) or np.isin(targets, sources).any():
-        raise wrong("dst", "distinct slots that are no source", dst.tolist())

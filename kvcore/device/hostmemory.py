@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import Array
-from kvcore.errors import OutOfMemoryError, StateError, wrong
+from kvcore.errors import OutOfMemoryError, StateError, wrong, wrong_type
 from kvcore.ids import align_up
 
 POISON: Final = 0xA5
@@ -119,6 +119,22 @@ def check_reserve(max_bytes: int, nbytes: int, grain: int) -> None:
         raise wrong("max_bytes", "at least 0", max_bytes)
     if not 0 <= nbytes <= max_bytes:
         raise wrong("nbytes", f"0 to max_bytes={max_bytes}", nbytes)
+
+
+def no_memory() -> StateError:
+    """What operations of a meta device raise."""
+    return StateError("a meta device stores nothing; open a host or cuda device to move bytes")
+
+
+def own_memory(memory: object) -> HostMemory:
+    """The memory, checked to be an open one of a host device."""
+    if isinstance(memory, MetaMemory):
+        raise no_memory()
+    if not isinstance(memory, HostMemory):
+        raise wrong_type("memory", "memory reserved on a host device", memory)
+    if memory.closed:
+        raise StateError("memory: this range was closed")
+    return memory
 
 
 def _checked_size(closed: bool, nbytes: int, reserved: int, grain: int) -> int:

@@ -64,7 +64,7 @@ class DeviceTables:
         Waits on the device for earlier work on the table from other streams and for the tickets of
         the cells. `dirty` is emptied. Does not block. `seal` must follow on the same stream.
         """
-        self._order_behind_last(stream)
+        self.order_behind_last(stream)
         self._back_rows(used_rows, stream)
         for entry in dirty:
             self._fences.wait_one(stream, entry.after)
@@ -116,7 +116,8 @@ class DeviceTables:
         self._leased.clear()
         self._last = (stream, event)
 
-    def _order_behind_last(self, stream: Stream) -> None:
+    def order_behind_last(self, stream: Stream) -> None:
+        """Later work of `stream` on the table comes after all earlier work on it."""
         if self._last is not None and self._last[0] is not stream:
             stream.wait(self._last[1])
 

@@ -1,8 +1,8 @@
 // Pasted in front of every kernel source before it is compiled: CuPy's cache of binaries sees the
 // text it compiles, not the contents of our includes. Sizes are bytes unless a name says otherwise.
 //
-// All kernels are made of independent threads: no shared memory, no barriers, no warp votes. So the
-// same text also compiles as plain C++ for the tests (tests/kernels/cpu_shim.h).
+// The same text also compiles as plain C++ for the tests (tests/kernels/cpu_shim.h). Most kernels are
+// made of independent threads: no shared memory, no barriers, no warp votes.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -21,6 +21,8 @@ typedef unsigned long long u64;
 #endif
 #define CHUNK (THREADS * VECTORS)  // units each block moves
 
+#define WARPS (THREADS / 32)  // of a block
+
 #ifndef STREAM_STORES
 #define STREAM_STORES 1  // stores evict first, for bulk moves; 0 keeps lines in L2 for readers
 #endif
@@ -28,6 +30,11 @@ typedef unsigned long long u64;
 // Every kernel takes one struct by value: the host packs it once and the launch copies it.
 #define KERNEL(NAME, ARGS) \
     extern "C" __global__ void __launch_bounds__(THREADS) NAME(const __grid_constant__ ARGS a)
+
+// Shared memory whose size is a parameter of the launch.
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(NAME) extern __shared__ i32 NAME[]
+#endif
 
 // ---- vectors ------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.node import TOKEN_BYTES, Node, Root
-from kvcore.control.slots import PRIVATE, PUBLISHED, RETIRED, SlotTable
+from kvcore.control.slots import PRIVATE, PUBLISHED, SHARED, SlotTable
 from kvcore.control.tree import above, below
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class TreeRules:
         """Slots that pins hold, one for each pin."""
         for pin in self.runtime.pins:
             held: Any = pin._held
-            for group, run in enumerate(held[2].tolist()):
+            for group, run in enumerate(held.pages.tolist()):
                 if self.control.pool_group_of[group] == pool_group:
                     yield from run
 
@@ -95,7 +95,7 @@ class TreeRules:
     ) -> None:
         """A slot is marked as its node, or having had one, says; and what is evictable counted."""
         expected = np.full(table.capacity, PRIVATE, np.uint8)
-        expected[(holders > 0) & (table.in_tree == RETIRED)] = RETIRED
+        expected[(holders > 0) & (table.in_tree == SHARED)] = SHARED
         expected[published] = PUBLISHED
         wrong = np.flatnonzero(expected != table.in_tree).tolist()
         self.same(f"{name}: marks of slots", [], [(s, table.in_tree.item(s)) for s in wrong])

@@ -151,7 +151,7 @@ class FakeEngine:
         num_tokens: int | Sequence[int] = 1,
         *,
         start: int | Sequence[int] | None = None,
-        tokens: Sequence[Sequence[int]] | None = None,
+        tokens: Sequence[Sequence[int] | None] | None = None,
         stream: object = None,
         own_table: bool = False,
     ) -> None:
@@ -165,7 +165,7 @@ class FakeEngine:
             Which positions, inside the capacity and behind the last final block. `start` defaults
             to the history length.
         tokens : sequence of sequences of int, optional
-            What each cache computes there, in all its beams. Default: something new.
+            What each cache computes there, in all its beams. None: something new.
         stream : optional
             As for `Batch.prepare`.
         own_table : bool
@@ -188,14 +188,16 @@ class FakeEngine:
             starts = _each(start, kv_caches)
         for kv, first, count in zip(kv_caches, starts, counts, strict=True):
             need_own(kv, first, count)
-        spelled: dict[KVCache, Sequence[int]] = {}
+        spelled: dict[KVCache, Sequence[int] | None] = {}
         if tokens is not None:
             spelled = dict(zip(kv_caches, tokens, strict=True))
         begun = dict(zip(kv_caches, starts, strict=True))
         for part in self._launches.parts(kv_caches, starts, counts):
             keys: list[int] = []
             for kv, first, count in zip(*part, strict=True):
-                some = spelled[kv][first - begun[kv] :][:count] if kv in spelled else None
+                some = spelled.get(kv)
+                if some is not None:
+                    some = some[first - begun[kv] :][:count]
                 for lineage in self._rows(kv):
                     keys += self._continue(kv, lineage, first, count, some)
             step = self._launches.prepare(part, np.array(keys, np.int64), stream, own_table)

@@ -161,7 +161,7 @@ class Lockstep(ReuseCalls):
         pairs: Sequence[Pair],
         starts: list[int],
         counts: list[int],
-        tokens: list[list[int]] | None = None,
+        tokens: list[list[int] | None] | None = None,
         **launch: Any,
     ) -> None:
         """Fills positions of all beams, on the device and in the model."""

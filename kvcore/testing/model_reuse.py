@@ -100,6 +100,7 @@ class ModelReuse:
         self.enable_partial_commit = partial_commit
         self.commit_min_snapshot = min_snapshot
         self.pins: list[ModelPin] = []
+        self.tree.replaced = self._move_pins
         self.epochs: dict[int | None, int] = {}
 
     @staticmethod
@@ -161,17 +162,25 @@ class ModelReuse:
 
     def expire(self, now: float) -> None:
         """Ends the pins and the priorities whose time has come."""
-        for pin in [pin for pin in self.pins if pin.end is not None and pin.end <= now]:
+        due = [(pin.end, pin) for pin in self.pins if pin.end is not None and pin.end <= now]
+        for _, pin in sorted(due, key=lambda item: item[0]):
             pin.close()
         self.tree.expire(now)
 
     def set_weights_epoch(self, epoch: int, lora_id: int | None = None) -> None:
         """Other weights: what was computed with the old ones is not found any more."""
+        if epoch < self.epochs.get(lora_id, 0):
+            raise ValueError("epochs rise")
         if self.epochs.get(lora_id) == epoch:
             return
         self.epochs[lora_id] = epoch
         scopes = [s for s in self.tree.roots if lora_id is None or s[0] == lora_id]
-        self.tree.abandon(scopes, self.held)
+        self.tree.abandon(scopes)
+
+    def _move_pins(self, shorter: Page, longer: Page) -> None:
+        for pin in self.pins:
+            if shorter in pin.pages:
+                pin.pages = (pin.pages - {shorter}) | {longer}
 
     def clear_reusable_blocks(self) -> None:
         """Forgets everything; refused while a sequence is open."""
@@ -243,16 +252,22 @@ class ModelCommits:
         """These tokens follow; every block that became full is published."""
         self._need_commit(tokens)
         before, size = len(self.tokens), self.manager.tokens_per_block
-        full = range(before // size, (before + len(tokens)) // size)
-        differ = any(len({row[ordinal] for row in self.rows}) > 1 for ordinal in full)
-        if differ and not self.outdated:
+        after = before + len(tokens)
+        full, touched = (
+            range(before // size, after // size),
+            range(before // size, -(-after // size)),
+        )
+        differ = any(len({row[ordinal] for row in self.rows}) > 1 for ordinal in touched)
+        if tokens and differ and not self.outdated:
             raise StateError("the beams disagree")
+        copies = tokens and self.manager.commit_min_snapshot and not is_end
+        copies = copies and self._will_have_a_tail(tokens) and self.manager.make_room(1)
         if tokens:
             self.tokens += tokens
             self.history_length = max(self.history_length, len(self.tokens))
             for ordinal in full:
                 self._publish_full(ordinal)
-            if self.manager.commit_min_snapshot and not is_end:
+            if copies:
                 self._publish_copy()
         if is_end:
             self.stop_committing()
@@ -293,10 +308,21 @@ class ModelCommits:
                 row[ordinal] = node.page
             self.wishes.apply(node.page, ordinal * self.manager.tokens_per_block)
 
+    def _will_have_a_tail(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens end inside a block that the tree does not answer for."""
+        size, known = self.manager.tokens_per_block, (*self.tokens, *tokens)
+        over = len(known) % size
+        if not over or self.outdated or not self.manager.enable_partial_commit:
+            return False
+        node: Node | None = self.root
+        for start in range(0, len(known) - over, size):
+            node = None if node is None else node.children.get(known[start : start + size])
+        return node is None or self.manager.tree.covering(node, known[-over:]) is None
+
     def _publish_copy(self) -> None:
-        """A copy of a partial last block goes into the tree, if there is a slot for it."""
+        """A copy of a partial last block goes into the tree."""
         parent = self._parent_of_tail()
-        if parent is not None and self.manager.make_room(1):
+        if parent is not None:
             ordinal, valid = divmod(len(self.tokens), self.manager.tokens_per_block)
             copy = Page(self.rows[0][ordinal].cells[:valid])
             self._enter(parent, ordinal, copy)

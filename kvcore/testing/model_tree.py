@@ -79,7 +79,8 @@ class ModelTree:
         self.partial_reuse = partial_reuse
         self.backoff = backoff
         self.roots: dict[Scope, Node] = {}
-        self.dead: list[Page] = []  # nobody can find them, nobody holds them: they go first
+        self.dead: list[Page] = []  # nobody can find them: they go first
+        self.replaced: Callable[[Page, Page], None] = lambda shorter, longer: None
         self._clock = 0
 
     def root(self, scope: Scope) -> Node:
@@ -145,6 +146,8 @@ class ModelTree:
         for shorter in list(parent.children.values()):
             if shorter.tokens == tokens[: len(shorter.tokens)]:
                 self._unlink(shorter)
+                if shorter.page is not None:
+                    self.replaced(shorter.page, page)
         node = parent.children[tokens] = Node(parent, tokens, page)
         page.node, page.published = node, True
         return node
@@ -169,8 +172,9 @@ class ModelTree:
 
     def evict(self, held: Collection[Page]) -> None:
         """Gives up one page: a dead one, else the least wanted that has no block below."""
-        if self.dead:
-            self.dead.remove(min(self.dead, key=_worth))
+        dead = [page for page in self.dead if page not in held]
+        if dead:
+            self.dead.remove(min(dead, key=_worth))
             return
         tips = [
             node.page
@@ -187,18 +191,17 @@ class ModelTree:
             if page.deadline is not None and page.deadline <= now:
                 page.priority, page.deadline = DEFAULT_PRIORITY, None
 
-    def abandon(self, scopes: Iterable[Scope], held: Collection[Page]) -> None:
+    def abandon(self, scopes: Iterable[Scope]) -> None:
         """Nothing published so far in these scopes is found again."""
         for scope in scopes:
             for node in list(self.roots.pop(scope).below()):
                 if node.page is not None:
                     node.page.node = None
-                    if node.page not in held:
-                        self.dead.append(node.page)
+                    self.dead.append(node.page)
 
     def clear(self) -> None:
         """Gives up everything."""
-        self.abandon(list(self.roots), ())
+        self.abandon(list(self.roots))
         self.dead.clear()
 
 

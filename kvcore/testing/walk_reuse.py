@@ -77,11 +77,14 @@ class ReuseActions:
 
     def scripts(
         self, pairs: list[Pair], starts: list[int], counts: list[int]
-    ) -> list[list[int]] | None:
-        """The scripts of several; None, as often, is something of their own."""
-        if self.one_in(2):
-            return None
-        return [self.script(*what) for what in zip(pairs, starts, counts, strict=True)]
+    ) -> list[list[int] | None]:
+        """The scripts of several; None is something of their own, mostly so for several beams."""
+        return [
+            None
+            if self.one_in(2) or (pair.model.beam_width > 1 and not self.one_in(4))
+            else self.script(pair, start, count)
+            for pair, start, count in zip(pairs, starts, counts, strict=True)
+        ]
 
     # -- actions -------------------------------------------------------------------------------
 

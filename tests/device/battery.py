@@ -15,11 +15,13 @@ run on arrays of any device.
 
 from __future__ import annotations
 
+from tests.device.battery_beams import RowTests
 from tests.device.battery_memory import MemoryTests
 from tests.device.battery_pages import PageTests
 from tests.device.battery_stacks import StackTests
 from tests.device.battery_tables import TableTests
+from tests.device.battery_tails import TailTests
 
 
-class Battery(MemoryTests, TableTests, StackTests, PageTests):
+class Battery(MemoryTests, TableTests, StackTests, PageTests, RowTests, TailTests):
     """All of it."""

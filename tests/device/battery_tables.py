@@ -133,6 +133,23 @@ class TableTests(BatteryBase):
         rig.device.take_rows(table, rig.put([], np.int32), none, stream=rig.stream)
         assert rig.get(none).shape == (0, 3)
 
+    def test_arrays_are_fetched_in_order(self, rig):
+        """Into pinned memory; the values are there once a later event has passed."""
+        array = rig.put(np.arange(12, dtype=np.int32))
+        target = rig.pinned(np.zeros(8), np.int32)
+        rig.device.fetch(array[4:], target, stream=rig.stream)
+        event = rig.stream.record()
+        rig.device.fill_words(array, -1, stream=rig.stream)
+        event.synchronize()
+        assert target.tolist() == list(range(4, 12))
+        rig.device.fetch(array[:0], target[:0], stream=rig.stream)
+        for wrong in (target[:7], target.view(np.uint32), target[::-1]):
+            with pytest.raises(ValueError, match="target"):
+                rig.device.fetch(array[4:], wrong, stream=rig.stream)
+        with pytest.raises(ValueError, match="array"):
+            rig.device.fetch(array[::2], target[:6], stream=rig.stream)
+        assert not rig.device.is_capturing(rig.stream)
+
     def test_wrong_tables_are_refused(self, rig):
         good, wide = rig.put(np.zeros((1, 2, 4), np.int32)), rig.put(np.zeros((1, 2, 4), np.int64))
         ids, out = rig.put([0], np.int32), rig.put(np.full((1, 4, 2), 5, np.int32))

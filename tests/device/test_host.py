@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kvcore.device.base import BeamArrays, TailPlace
 from kvcore.device.host import HostDevice, MetaDevice
 from kvcore.device.hostmemory import POISON_LIMIT
 from kvcore.errors import OutOfMemoryError, StateError
@@ -181,6 +182,9 @@ def test_copies_without_a_right_order_are_refused(src, dst):
     ids = np.array(src, np.int32), np.array(dst, np.int32)
     with pytest.raises(ValueError, match="dst: expected distinct slots that are no source"):
         device.copy_pages([(memory, 512)], *ids, stream=device.default_stream)
+    buffers = device.tail_buffers([TailPlace(memory, 512, 0, 64, 16)])
+    with pytest.raises(ValueError, match="dst: expected distinct slots that are no source"):
+        device.copy_tokens(buffers, *ids, ids[0], stream=device.default_stream)
 
 
 def test_closed_and_foreign_things_are_refused():
@@ -261,12 +265,16 @@ def test_meta_operations_raise():
     device = MetaDevice()
     memory, stream = device.reserve(4096, 4096, 4096), device.create_stream()
     words, ids = device.empty(4, np.int32), np.zeros(1, np.int32)
+    beams = BeamArrays(*[ids] * 6)
     calls = (
         lambda: device.fill_words(words, 1, stream=stream),
         lambda: device.take_rows(words.reshape(2, 2), ids, words[:1].reshape(1, 1), stream=stream),
         lambda: device.fill_pages([(memory, 16)], ids, 1, stream=stream),
         lambda: device.copy_pages([(memory, 16)], ids, ids + 1, stream=stream),
         lambda: device.page_stack([(memory, 1024, 0)], 1, geometry()),
+        lambda: device.tail_buffers([TailPlace(memory, 64, 0, 64, 16)]),
+        lambda: device.step_rows(words.reshape(1, 2, 2), beams, ids, ids, stream=stream),
+        lambda: device.fetch(words, words, stream=stream),
         lambda: device.to_host(words, stream=stream),
         lambda: device.from_host(words, words, stream=stream),
     )

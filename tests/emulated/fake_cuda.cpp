@@ -25,6 +25,7 @@ static const Result INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_SUPPORTED =
 
 static const size_t GRAIN = 2 << 20;
 static const size_t TOTAL = 1ull << 36;
+static const int USUAL_SHARED = 48 << 10, MOST_SHARED = 99 << 10;
 static const int DEVICES = 2;
 
 struct Location { int type, id; };
@@ -33,7 +34,7 @@ struct Access { Location location; int flags; };
 struct Physical { int file; size_t size; int device; int uses; };
 struct Mapping { size_t size; Physical* memory; };
 struct Block { size_t size; int device; };
-typedef void (*Kernel)(const void*, const unsigned*, unsigned, unsigned);
+typedef void (*Kernel)(const void*, const unsigned*, unsigned, unsigned, unsigned);
 
 static std::recursive_mutex lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(lock)
@@ -46,6 +47,7 @@ static std::map<Address, Mapping> mappings;
 static std::map<Address, size_t> ranges;
 static std::map<Address, Block> blocks;
 static std::map<void*, size_t> pinned;
+static std::map<Kernel, int> shared_limits;
 static long handles, launches;
 static bool capturing, no_virtual_memory;
 
@@ -87,7 +89,7 @@ API cuDeviceGet(int* device, int index) {
     return SUCCESS;
 }
 API cuDeviceGetAttribute(int* value, int attribute, int) {
-    *value = attribute == 102 && no_virtual_memory ? 0 : 1;
+    *value = attribute == 102 && no_virtual_memory ? 0 : attribute == 97 ? MOST_SHARED : 1;
     return SUCCESS;
 }
 API cuDevicePrimaryCtxRetain(Context* context, int device) {
@@ -329,14 +331,23 @@ API cuMemcpyDtoHAsync_v2(void* to, Address from, size_t size, void* stream) {
 
 // ---- launches, errors, look-up ------------------------------------------------------------------
 
+API cuFuncSetAttribute(Kernel kernel, int attribute, int value) {
+    if (attribute != 8 || value < 0 || value > MOST_SHARED) return INVALID_VALUE;
+    LOCKED;
+    shared_limits[kernel] = value;
+    return SUCCESS;
+}
 API cuLaunchKernel(Kernel kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned,
-                   unsigned, unsigned, void* stream, void** params, void**) {
+                   unsigned, unsigned shared, void* stream, void** params, void**) {
     MAY_FAIL;
     const Context its = of_stream(stream);
     if (!its || stack.empty() || its != stack.back()) return INVALID_HANDLE;
     if (!x || !y || !z || !threads || y > 65535 || z > 65535) return INVALID_VALUE;
+    const auto limit = shared_limits.find(kernel);
+    const int most = limit == shared_limits.end() ? USUAL_SHARED : limit->second;
+    if (shared > static_cast<unsigned>(most)) return INVALID_VALUE;
     const unsigned grid[3] = {x, y, z};
-    kernel(params[0], grid, threads, static_cast<unsigned>(++launches));
+    kernel(params[0], grid, threads, shared, static_cast<unsigned>(++launches));
     return SUCCESS;
 }
 API cuGetErrorName(int code, const char** name) {

@@ -8,11 +8,13 @@ import cupy
 import numpy as np
 import pytest
 
-from kvcore.device.base import PageGeometry
+from kvcore.device.base import PageGeometry, TailPlace
+from kvcore.device.beams import MAX_BEAMS
 from kvcore.device.cuda import tokens
 from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS
 from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
+from tests.device.battery_beams import Request, batch_of, check_step, numbered, put_beams
 from tests.device.harness import Rig, Stack, buffer_bytes, geometry
 from tests.emulated import driver
 from tests.helpers import typed_manager
@@ -117,6 +119,19 @@ def test_more_pools_than_one_launch_takes(rig):
         pool.check()
 
 
+def test_the_widest_requests(rig):
+    """They take more shared memory than a launch has without asking; then again fewer."""
+    width = 6_500
+    parents = rig.rng.integers(-1, width, width).tolist()
+    requests = [Request(list(range(width))[::-1], parents, 1, 2)]
+    check_step(rig, numbered((width, 1, 2)), requests, padding=0)
+    check_step(rig, numbered((4, 1, 2)), [Request([1, 0, 3], [2, 2, 2], 1, 2)])
+    beams = put_beams(rig, batch_of([]), max_width=MAX_BEAMS + 1)
+    table, none = rig.put(numbered((2, 1, 2))), rig.put([], np.int32)
+    with pytest.raises(ValueError, match="max_width"):
+        rig.device.step_rows(table, beams, none, none, stream=rig.stream)
+
+
 def test_uploads_refuse_a_capture(rig):
     words = rig.put(np.zeros(4, np.int32))
     driver.switch("capturing", True)
@@ -186,6 +201,9 @@ def test_parts_of_another_device_are_refused(rig, other):
         rig.device.fill_pages([(object(), 4096)], ids, 0, stream=rig.stream)
     stack = other.page_stack([(memory, buffer_bytes(geometry()), 0)], 1, geometry())
     mapping = rig.put(np.zeros((1, 2), np.int32))
+    tails = other.tail_buffers([TailPlace(memory, 4096, 0, 64, 16)])
+    with pytest.raises(ValueError, match="buffers"):
+        rig.device.copy_tokens(tails, ids, ids + 1, ids, stream=rig.stream)
     with pytest.raises(ValueError, match="stack"):
         rig.device.append(stack, mapping, [], stream=rig.stream)
     with pytest.raises(TypeError, match="stack"):

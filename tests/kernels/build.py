@@ -17,6 +17,7 @@ from kvcore.device.cuda.kernels import SOURCES, Source
 SHIM = Path(__file__).parent / "cpu_shim.h"
 MACROS = ("THREADS", "VECTORS", "CHUNK", "STREAM_STORES", "KERNEL", "MAX_ROLES", "MAX_POOLS")
 MACROS += ("MAX_INLINE", "MAX_DIMS", "APPEND", "GATHER", "COPY_PAGES", "FILL_PAGES", "COPY_STRIDED")
+MACROS += ("WARPS", "MAX_SHIFT", "MAX_KINDS", "WARP_UNITS", "COPY_TAILS")
 CHECKS = ("-fsanitize=undefined", "-fno-sanitize=vptr")
 """Tells, on the standard error stream, of misaligned accesses and numbers that overflow."""
 
@@ -53,11 +54,13 @@ def struct_of(source: Source, entry: str) -> str:
 
 
 def runner(source: Source, entry: str) -> str:
-    """`run_entry(packed arguments, grid, threads, seed)`."""
+    """`run_entry(packed arguments, grid, threads, bytes of shared memory, seed)`."""
     space = f"source_{source.name}"
+    turns = "true" if "__syncthreads" in source.text() else "false"
+    types = f"{space}::{struct_of(source, entry)}, {turns}, {space}::{entry}"
     return f"""extern "C" void run_{entry}(
-    const void* packed, const unsigned* grid, unsigned threads, unsigned seed) {{
-    run_grid<{space}::{struct_of(source, entry)}>({space}::{entry}, packed, grid, threads, seed);
+    const void* packed, const unsigned* grid, unsigned threads, unsigned shared, unsigned seed) {{
+    run_grid<{types}>(packed, grid, threads, shared, seed);
 }}"""
 
 
@@ -92,7 +95,14 @@ class CpuKernels:
         self._library, self.seed = ctypes.CDLL(str(library)), seed
         self.sources = {source.name: source for source in sources}
 
-    def run(self, name: str, entry: str, grid: tuple[int, int, int], **fields: Any) -> None:
+    def run(
+        self,
+        name: str,
+        entry: str,
+        grid: tuple[int, int, int],
+        shared_bytes: int = 0,
+        **fields: Any,
+    ) -> None:
         """Runs an entry point of source `name` with the given argument fields; the rest are 0."""
         source = self.sources[name]
         block = np.zeros(1, source.entries[entry])
@@ -101,7 +111,8 @@ class CpuKernels:
         call = getattr(self._library, f"run_{entry}")
         sizes = (ctypes.c_uint * 3)(*grid)
         packed = ctypes.c_void_p(block.ctypes.data)
-        call(packed, sizes, ctypes.c_uint(source.threads), ctypes.c_uint(self.seed))
+        counts = (ctypes.c_uint(n) for n in (source.threads, shared_bytes, self.seed))
+        call(packed, sizes, *counts)
 
     def layout(self, name: str, struct: str) -> list[int]:
         """Size and field offsets of a struct, as the compiler sees them."""

@@ -9,13 +9,13 @@ from math import prod
 from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary
 
+import cupy
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import (
     Array,
     Device,
-    Event,
     Int32,
     Int64,
     Memory,
@@ -25,8 +25,9 @@ from kvcore.device.base import (
     StepLaunch,
     Stream,
 )
-from kvcore.device.checks import check_ids, check_places
+from kvcore.device.checks import check_fetch, check_ids, check_places
 from kvcore.device.cuda import launch as launching
+from kvcore.device.cuda.beams import BeamRows, CudaBeams
 from kvcore.device.cuda.blocks import (
     Block,
     address,
@@ -40,7 +41,8 @@ from kvcore.device.cuda.driver import context_of, current_device
 from kvcore.device.cuda.foreign import as_array
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
 from kvcore.device.cuda.launch import Launch
-from kvcore.device.cuda.memory import CudaMemory, Mapper
+from kvcore.device.cuda.lists import SentLists
+from kvcore.device.cuda.memory import CudaMemory, Mapper, own_memory
 from kvcore.device.cuda.seen import Seen
 from kvcore.device.cuda.slots import SlotWork
 from kvcore.device.cuda.streams import (
@@ -48,6 +50,7 @@ from kvcore.device.cuda.streams import (
     CudaStream,
     EventPool,
     OwnedStream,
+    as_own,
     check_device,
     handle_of,
 )
@@ -64,7 +67,7 @@ FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
 """Sources that are compiled when they are first used."""
 
 
-class CudaDevice(Device):
+class CudaDevice(CudaBeams, Device):
     """One GPU: pools in CUDA virtual memory, arrays of CuPy, work on the callers' streams.
 
     Nothing here has a default stream, and the caller's current device stays what it was. Several
@@ -106,17 +109,15 @@ class CudaDevice(Device):
         self._mapper = Mapper(self.context, self.graveyard)
         self._sources: dict[str, Source] = dict(SOURCES)
         self._launches: dict[str, Launch] = {}
-        self._stacks: WeakSet[TokenStack] = WeakSet()
+        self._stacks: WeakSet[Any] = WeakSet()  # what has launches of its own
         self._uploads = Uploads(self)
         self._own_stream: Stream | None = None
         with self.context.current():
             for source in self._sources.values():
                 if source.name not in FOR_TESTS:
                     launching.load(self.index, source)
-        self.listed: deque[tuple[Array, Event]] = deque()  # ids sent, and when they were read
-        self._words = WordWork(self)
-        self._copies = SlotWork(self, "copy_pages", "copy_pages")
-        self._fills = SlotWork(self, "fill", "fill_pages")
+        self.lists = SentLists(self)
+        self._prepare()
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.index})"
@@ -234,7 +235,7 @@ class CudaDevice(Device):
         self, places: Sequence[tuple[Memory, int, int]], num_roles: int, geometry: PageGeometry
     ) -> PageStack:
         check_places(places, num_roles, geometry)
-        own = [(self._memory(memory), size, offset) for memory, size, offset in places]
+        own = [(own_memory(memory, self.context), size, offset) for memory, size, offset in places]
         stack = TokenStack(self, own, num_roles, geometry)
         self._stacks.add(stack)
         return stack
@@ -256,7 +257,7 @@ class CudaDevice(Device):
         src, dst = check_ids("src", src), check_ids("dst", dst)
         if len(src) != len(dst):
             raise wrong("dst", f"one slot per source ({len(src)})", len(dst))
-        self._copies(own, np.stack((src, dst)), 0, _own(stream))
+        self._copies(own, np.stack((src, dst)), 0, as_own(stream))
 
     def fill_pages(
         self, pools: Sequence[tuple[Memory, int]], slots: Int32, value: int, *, stream: Stream
@@ -264,7 +265,7 @@ class CudaDevice(Device):
         if not 0 <= value <= 255:
             raise wrong("value", "a byte, 0 to 255", value)
         ids = check_ids("slots", slots)
-        self._fills(self._pools(pools), ids[None], value * 0x01010101, _own(stream))
+        self._fills(self._pools(pools), ids[None], value * 0x01010101, as_own(stream))
 
     def write_fingerprints(
         self, stack: PageStack, mapping: Array, keys: Array, *, stream: Stream
@@ -277,7 +278,7 @@ class CudaDevice(Device):
         self._stack(stack).verify_fingerprints(mapping, keys, bad, stream)
 
     def to_host(self, array: Array, *, stream: Stream) -> NDArray[Any]:
-        on, found = _own(stream), np.empty(array.shape, array.dtype)
+        on, found = as_own(stream), np.empty(array.shape, array.dtype)
         if array.size:
             if not array.flags.c_contiguous:
                 dense = self.empty(array.shape, array.dtype, stream=stream)
@@ -288,8 +289,17 @@ class CudaDevice(Device):
         on.synchronize()
         return found
 
+    def fetch(self, array: Array, target: NDArray[Any], *, stream: Stream) -> None:
+        check_fetch(array, target, cupy.ndarray)
+        if array.size:
+            copy = address(target), array.data.ptr, target.nbytes, as_own(stream).native
+            self.context.call("cuMemcpyDtoHAsync", *copy)
+
+    def is_capturing(self, stream: Stream) -> bool:
+        return as_own(stream).is_capturing()
+
     def from_host(self, values: NDArray[Any], target: Array, *, stream: Stream) -> None:
-        on = _own(stream)
+        on = as_own(stream)
         if values.shape != target.shape:
             raise wrong("values", f"the target's shape {target.shape}", values.shape)
         if values.dtype != target.dtype:
@@ -320,7 +330,7 @@ class CudaDevice(Device):
                     stream.blocks.clear()
             self._own_stream = None
             self._recent.clear()
-            self.listed.clear()
+            self.lists.clear()
             self._events.clear()
         self.graveyard.drain()
 
@@ -338,15 +348,20 @@ class CudaDevice(Device):
         self._launches.clear()
         for stack in self._stacks:
             stack.forget_plans()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Launches of the present tunings."""
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
+        self._beam_rows = BeamRows(self)
 
-    def new_launch(self, source: Source, entry: str, head: str) -> Launch:
+    def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""
         function = launching.load(self.index, source)[entry]
         fields = source.entries[entry]
-        return Launch(self.context, entry, function, fields, source.threads, head)
+        return Launch(self.context, entry, function, fields, source.threads, head, shared)
 
     def launch(self, name: str, entry: str) -> Launch:
         """The shared launch of an entry point that packs its whole argument block in each call."""
@@ -367,22 +382,12 @@ class CudaDevice(Device):
     def upload(self, target: Array, values: NDArray[Any]) -> None:
         """Copies into a dense array of equal size. BLOCKS for as long as that takes."""
         with self._lock:
-            stream = _own(self.own_stream())
+            stream = as_own(self.own_stream())
         self._uploads.send(values, target.data.ptr, stream)
         stream.synchronize()
 
-    def _memory(self, memory: object) -> CudaMemory:
-        """The memory, checked to be an open one of this device."""
-        if not isinstance(memory, CudaMemory):
-            raise wrong_type("memory", f"memory reserved on cuda:{self.index}", memory)
-        if memory.context is not self.context:
-            raise wrong("memory", f"memory reserved on cuda:{self.index}", memory)
-        if memory.closed:
-            raise StateError("memory: this range was closed")
-        return memory
-
     def _pools(self, pools: Sequence[tuple[Memory, int]]) -> list[tuple[CudaMemory, int]]:
-        return [(self._memory(memory), slot_bytes) for memory, slot_bytes in pools]
+        return [(own_memory(memory, self.context), slot_bytes) for memory, slot_bytes in pools]
 
     def _stack(self, stack: PageStack) -> TokenStack:
         if isinstance(stack, TokenStack) and stack.device is self:
@@ -390,9 +395,3 @@ class CudaDevice(Device):
         if isinstance(stack, TokenStack):
             raise wrong("stack", f"a page stack of cuda:{self.index}", stack)
         raise wrong_type("stack", "a page stack of a cuda device", stack)
-
-
-def _own(stream: Stream) -> CudaStream:
-    if not isinstance(stream, CudaStream):
-        raise wrong_type("stream", "a stream of a cuda device, as CudaDevice.stream gives", stream)
-    return stream

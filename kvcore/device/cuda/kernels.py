@@ -19,6 +19,7 @@ MAX_ROLES: Final = 4
 MAX_POOLS: Final = 8
 MAX_INLINE: Final = 256
 MAX_DIMS: Final = 9
+MAX_KINDS: Final = 8
 MAX_UNITS: Final = 2**31 - 1
 """Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 
@@ -138,6 +139,46 @@ STRIDED_ARGS: Final = _struct(
     ("num_units", np.uint32),
     ("reserved", np.uint32),
 )
+STEP_ROWS_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("row_stride", np.int64),
+    ("group_stride", np.int64),
+    *((name, np.uint64) for name in ("rows", "first", "width", "shared", "blocks")),
+    ("parents", np.uint64),
+    ("sources", np.uint64),
+    ("num_rows", np.uint32),
+    ("num_blocks", np.uint32),
+    ("num_positions", np.uint32),
+    ("num_parents", np.uint32),
+    ("max_width", np.uint32),
+    ("cells", np.uint32),
+)
+TAIL_KIND: Final = _struct(
+    *((name, np.uint32) for name in ("first", "count", "units", "token_units"))
+)
+TAIL_BUFFERS: Final = _struct(
+    ("places", np.uint64),
+    ("num_kinds", np.uint32),
+    ("reserved", np.uint32),
+    ("kinds", TAIL_KIND, MAX_KINDS),
+)
+TAIL_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("row_stride", np.int64),
+    *((name, np.uint64) for name in ("rows", "shared", "blocks", "valid", "sources")),
+    ("num_rows", np.uint32),
+    ("num_blocks", np.uint32),
+    ("num_positions", np.uint32),
+    ("block_tokens", np.uint32),
+    ("buffers", TAIL_BUFFERS),
+)
+PAIR_ARGS: Final = _struct(
+    ("lists", np.uint64),
+    ("num_pairs", np.uint32),
+    ("reserved", np.uint32),
+    ("buffers", TAIL_BUFFERS),
+)
+INLINE_PAIR_ARGS: Final = _struct(("args", PAIR_ARGS), ("lists", np.int32, 3 * MAX_INLINE))
 LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
 DELAY_ARGS: Final = _struct(("cycles", np.int64))
 BUSY_ARGS: Final = _struct(("out", np.uint64), ("rounds", np.int64))
@@ -206,6 +247,27 @@ def _slot_sources() -> list[Source]:
     ]
 
 
+def _beam_sources() -> list[Source]:
+    tails = {
+        "Place": PLACE,
+        "TailKind": TAIL_KIND,
+        "TailBuffers": TAIL_BUFFERS,
+        "TailArgs": TAIL_ARGS,
+        "PairArgs": PAIR_ARGS,
+        "InlinePairArgs": INLINE_PAIR_ARGS,
+    }
+    entries = (
+        _sized("copy_tails", TAIL_ARGS)
+        | _sized("copy_tokens", PAIR_ARGS)
+        | _sized("copy_tokens_inline", INLINE_PAIR_ARGS)
+    )
+    rows = {"StepRowsArgs": STEP_ROWS_ARGS}
+    return [
+        Source("step_rows", {"step_rows": STEP_ROWS_ARGS}, rows, threads=256),
+        Source("copy_tails", entries, tails, threads=256, vectors=4),
+    ]
+
+
 def _for_tests() -> Source:
     return Source(
         "latch",
@@ -222,6 +284,7 @@ def _sources() -> dict[str, Source]:
             for name in ("append", "gather")
         ),
         *_slot_sources(),
+        *_beam_sources(),
         Source(
             "scatter_table",
             {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},

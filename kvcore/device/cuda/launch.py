@@ -22,6 +22,17 @@ from kvcore.device.cuda.kernels import Fields, Source
 from kvcore.device.cuda.streams import CudaStream
 from kvcore.errors import wrong, wrong_type
 
+USUAL_SHARED = 48 << 10
+"""Bytes of dynamic shared memory that a launch may have without asking."""
+
+STATIC_SHARED = 1 << 10
+"""Bytes that kernels with dynamic shared memory have beside it, at most."""
+
+
+def most_shared(context: Context) -> int:
+    """Bytes of dynamic shared memory that a launch can ask for."""
+    return context.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - STATIC_SHARED
+
 
 @cache
 def load(device_id: int, source: Source) -> Mapping[str, Any]:
@@ -72,6 +83,8 @@ class Launch:
         Threads of a block of the grid.
     head : str
         `struct` format of what each call packs.
+    shared : int, default 0
+        Bytes of dynamic shared memory.
     """
 
     __slots__ = (
@@ -83,6 +96,7 @@ class Launch:
         "_made_of",
         "_pack",
         "_params",
+        "_shared",
         "block",
         "name",
         "threads",
@@ -96,15 +110,20 @@ class Launch:
         fields: Fields,
         threads: int,
         head: str,
+        shared: int = 0,
     ) -> None:
-        self.name, self.threads = name, threads
-        self._made_of = context, name, function, fields, threads, head
+        self.name, self.threads, self._shared = name, threads, shared
+        self._made_of = context, name, function, fields, threads, head, shared
         self._bytes = bytearray(fields.itemsize)
         self.block: Any = np.frombuffer(self._bytes, fields)
         params = np.array([self.block.ctypes.data], np.uint64)  # void* kernelParams[1]
         self._params = int(params.ctypes.data)
         self._keep = params, function
         self._function = driver.CUfunction(function.ptr)
+        if shared > USUAL_SHARED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            most = most_shared(context)  # for all launches of the function
+            context.call("cuFuncSetAttribute", self._function, attribute, most)
         self._context, self._lock = context, threading.RLock()
         self._pack = struct.Struct(head).pack_into
 
@@ -120,7 +139,17 @@ class Launch:
             self._pack(self._bytes, 0, *values)
             if cuCtxGetCurrent()[1] == context.handle:
                 error = cuLaunchKernel(
-                    self._function, x, y, z, self.threads, 1, 1, 0, stream.native, self._params, 0
+                    self._function,
+                    x,
+                    y,
+                    z,
+                    self.threads,
+                    1,
+                    1,
+                    self._shared,
+                    stream.native,
+                    self._params,
+                    0,
                 )[0]
             else:
                 error = self._elsewhere(stream, x, y, z)
@@ -144,19 +173,15 @@ class Launch:
     def bound(self, x: int, y: int, z: int, *values: int) -> Callable[[Stream], None]:
         """The launch with everything fixed but the stream: the block is packed for good."""
         self._pack(self._bytes, 0, *values)
-        function, params, threads, context = (
-            self._function,
-            self._params,
-            self.threads,
-            self._context,
-        )
+        function, params, context = self._function, self._params, self._context
+        threads, shared = self.threads, self._shared
 
         def launch(stream: Any) -> None:
             if stream.__class__ is not CudaStream or stream.context is not context:
                 raise _wrong_stream(stream, context)
             if cuCtxGetCurrent()[1] == context.handle:
                 error = cuLaunchKernel(
-                    function, x, y, z, threads, 1, 1, 0, stream.native, params, 0
+                    function, x, y, z, threads, 1, 1, shared, stream.native, params, 0
                 )[0]
             else:
                 error = self._elsewhere(stream, x, y, z)
@@ -169,7 +194,17 @@ class Launch:
         """Launches while another device's context is current, which then is so again."""
         with self._context.current():
             return cuLaunchKernel(
-                self._function, x, y, z, self.threads, 1, 1, 0, stream.native, self._params, 0
+                self._function,
+                x,
+                y,
+                z,
+                self.threads,
+                1,
+                1,
+                self._shared,
+                stream.native,
+                self._params,
+                0,
             )[0]
 
 

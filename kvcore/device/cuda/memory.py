@@ -20,7 +20,7 @@ from cuda.bindings import driver
 from kvcore.device.base import Array
 from kvcore.device.cuda.blocks import Graveyard, allocate, view
 from kvcore.device.cuda.driver import Context, check
-from kvcore.errors import OutOfMemoryError, StateError, wrong
+from kvcore.errors import OutOfMemoryError, StateError, wrong, wrong_type
 from kvcore.ids import align_up
 
 WHOLE_AT_ONCE: Final = 256 << 20
@@ -299,3 +299,15 @@ class CudaMemory:
     def _tell(self, nbytes: int) -> None:
         for follower in list(self._followers):
             follower.pool_resized(self, nbytes)
+
+
+def own_memory(memory: object, context: Context) -> CudaMemory:
+    """The memory, checked to be an open one of the context's device."""
+    text = f"memory reserved on cuda:{context.device_id}"
+    if not isinstance(memory, CudaMemory):
+        raise wrong_type("memory", text, memory)
+    if memory.context is not context:
+        raise wrong("memory", text, memory)
+    if memory.closed:
+        raise StateError("memory: this range was closed")
+    return memory

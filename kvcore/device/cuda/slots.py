@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device.base import Array
 from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS, divider, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
@@ -66,7 +65,7 @@ class SlotWork:
         limit = min(limit, 2**31 - 1)  # ids are int32
         inline = count <= MAX_INLINE or stream.is_capturing()
         if not inline:
-            listed, room = self._send(ids, stream)
+            listed, room = self._device.lists.send(ids, stream)
         try:
             for first in range(0, len(pools), MAX_POOLS):
                 plan = self._plan(pools[first : first + MAX_POOLS])
@@ -77,7 +76,7 @@ class SlotWork:
                     plan.staged(stream, *grid, listed.data.ptr, count, limit, pattern)
         finally:
             if not inline:
-                self._device.listed.append((room, stream.record()))
+                self._device.lists.retire(room, stream)
 
     @staticmethod
     def _inline(plan: SlotPlan, ids: Ids, limit: int, pattern: int, stream: CudaStream) -> None:
@@ -88,33 +87,6 @@ class SlotWork:
             at = plan.ids[: len(part), :size]
             grid = plan.chunks * size, 1, 1
             plan.inline.with_ids(stream, *grid, part, at, 0, size, limit, pattern)
-
-    def _send(self, ids: Ids, stream: CudaStream) -> tuple[Array, Array]:
-        """The ids on the device, and the array they lie in, which is used again once it is free.
-
-        They travel on a stream of the device's own, while this one may still be busy.
-        """
-        own = self._device.own_stream()
-        room = self._unread(ids.size)
-        if room is None:
-            size = 1 << (ids.size - 1).bit_length()
-            room = self._device.empty(size, np.int32, stream=own)
-        listed = room[: ids.size].reshape(ids.shape)
-        self._device.from_host(ids, listed, stream=own)
-        stream.wait(own.record())
-        return listed, room
-
-    def _unread(self, size: int) -> Array | None:
-        """The array used longest ago, if nothing reads it any more and it is large enough."""
-        listed = self._device.listed
-        try:
-            room, read = listed.popleft()
-        except IndexError:
-            return None
-        if not read.done():
-            listed.appendleft((room, read))
-            return None
-        return room if room.size >= size else None
 
     def _plan(self, pools: Sequence[Pool]) -> SlotPlan:
         """The launches for these pools, made once."""

@@ -181,6 +181,13 @@ class OwnedStream:
             self._graveyard.bury("cuStreamDestroy", self.handle)
 
 
+def as_own(stream: object) -> CudaStream:
+    """A stream of a cuda device; `TypeError` for anything else."""
+    if not isinstance(stream, CudaStream):
+        raise wrong_type("stream", "a stream of a cuda device, as CudaDevice.stream gives", stream)
+    return stream
+
+
 def handle_of(stream: object) -> int:
     """The raw handle of a foreign stream object or of a handle itself.
 

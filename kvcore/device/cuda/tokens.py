@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import cupy
-import numpy as np
 
 from kvcore.device.base import Array, PageGeometry, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array, check_tokens
@@ -15,8 +14,9 @@ from kvcore.device.cuda.kernels import MAX_ROLES, MAX_UNITS, divider
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
 from kvcore.device.cuda.memory import CudaMemory
+from kvcore.device.cuda.places import PlaceTable
 from kvcore.device.cuda.seen import Seen
-from kvcore.errors import StateError, wrong
+from kvcore.errors import wrong
 from kvcore.ids import div_ceil
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TokenStack:
     ) -> None:
         self.geometry, self.num_roles = geometry, num_roles
         self.num_layers = len(places) // num_roles
-        self._device, self._places = device, tuple(places)
+        self._device = device
         self._row, self._itemsize = (geometry.heads, geometry.dim), geometry.itemsize
         self._mappings = device.mappings
         self._slot_tokens = geometry.expansion * geometry.page_tokens
@@ -60,30 +60,12 @@ class TokenStack:
         self._plans: dict[Any, TokenPlan] = {}
         self._bound = Seen()  # launches for arrays that came before
         self._last = Seen()  # the arrays of the call before
-        self._table = device.empty((len(places), 4), np.int64)
-        self._num_slots = -1
-        self.pool_resized(places[0][0], places[0][0].nbytes)
-        self._memories = tuple({id(memory): memory for memory, _, _ in places}.values())
-        for memory in self._memories:
-            memory.follow(self)
+        self._table = PlaceTable(device, places)
 
     @property
     def device(self) -> CudaDevice:
         """Who made it."""
         return self._device
-
-    def pool_resized(self, memory: CudaMemory, nbytes: int) -> None:
-        """Tells the kernels how many slots there are now. Blocks for one small upload."""
-        num_slots = min(
-            (nbytes if its is memory else its.nbytes) // slot_bytes
-            for its, slot_bytes, _ in self._places
-        )
-        num_slots = min(num_slots, 2**31 - 1)  # ids are int32
-        if num_slots == self._num_slots:
-            return
-        rows = [(its.base + offset, size, num_slots, 0) for its, size, offset in self._places]
-        self._device.upload(self._table, np.array(rows, np.uint64).view(np.int64))
-        self._num_slots = num_slots
 
     def forget_plans(self) -> None:
         """Makes the next launches anew, with the tunings of then."""
@@ -99,7 +81,7 @@ class TokenStack:
         """
         key = source, id(mapping), *map(id, arrays)
         bound = self._bound.get(key, mapping, *arrays)
-        if bound is not None and self._num_slots:
+        if bound is not None and self._table.num_slots:
             bound(stream)
             return
         tokens, pointer = self._tokens(mapping)
@@ -211,8 +193,7 @@ class TokenStack:
 
     def _tokens(self, mapping: Array) -> tuple[int, int]:
         """Length and address of a mapping, after a look at it."""
-        if not self._num_slots and any(memory.closed for memory in self._memories):
-            raise StateError("stack: a memory that its pages lie in was closed")
+        self._table.check_open("stack")
         found: tuple[int, int] | None = self._mappings.get(id(mapping), mapping)
         if found is None:
             check_array("mapping", mapping, cupy.ndarray, INT32, (ANY, 2))
@@ -225,7 +206,7 @@ class TokenStack:
         g = self.geometry
         strides = g.page_bytes, g.token_stride, g.head_stride
         counts = self._slot_tokens, self.num_roles, first_role
-        return self._table.data.ptr, *strides, *divider(g.page_tokens), *counts
+        return self._table.address, *strides, *divider(g.page_tokens), *counts
 
     def _plan(
         self, key: Any, name: str, first: int, strides: Sequence[Strides], bits: int

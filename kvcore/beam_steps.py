@@ -1,0 +1,139 @@
+"""A beam step of a batch: the words that describe it to the device, and its launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.device.base import BeamArrays, TailPlace
+from kvcore.errors import wrong
+from kvcore.ids import LayerGroupId
+from kvcore.layout import page_geometry
+from kvcore.parents import Part
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Array, Stream, TailBuffers
+    from kvcore.runtime import Runtime
+    from kvcore.steps import Step
+
+Int32 = NDArray[np.int32]
+
+FIRST, WIDTH, SHARED, BLOCKS, VALID = range(5)
+BEAM_WORDS: Final = 5
+
+
+class BeamSteps:
+    """The beam steps of one batch.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    words : int32 array [BEAM_WORDS, max_rows]
+        The host's, sent with each `prepare`.
+    rows, parts : device int32 arrays [max_rows]
+        The batch's rows, and where `words` arrive.
+    """
+
+    def __init__(self, runtime: Runtime, words: Int32, rows: Array, parts: list[Array]) -> None:
+        self._runtime, self._words = runtime, words
+        first, width, shared, blocks, valid = parts
+        most = runtime.config.max_beam_width
+        self.arrays = BeamArrays(rows, first, width, shared, blocks, valid, most)
+        self._sources: Array = runtime.device.empty(rows.shape, np.int32)
+        self._parts: list[Part] = []
+
+    def describe_rows(self, step: Step) -> None:
+        """Writes which rows belong together."""
+        words, owner = self._words, step.owner
+        size = owner.size
+        widths = self._runtime.control.seqs.width[step.sequences]
+        words[FIRST, :size] = (np.cumsum(widths) - widths)[owner]
+        words[WIDTH, :size], words[WIDTH, size:] = widths[owner], 0
+
+    def describe_tokens(self, step: Step, ends: Int32) -> None:
+        """Writes which blocks are shared and which private, and where the data ends."""
+        seqs, owner, size = self._runtime.control.seqs, step.owner, step.owner.size
+        history, blocks = seqs.history[step.sequences], seqs.num_blocks[step.sequences]
+        shared = np.minimum(history // seqs.shape.tokens_per_block, blocks)
+        for word, values in ((SHARED, shared), (BLOCKS, blocks), (VALID, ends)):
+            self._words[word, :size] = values[owner]
+
+    def snapshot(self, step: Step) -> list[Part]:
+        """The sequences of a step that have beams, as `describe_*` wrote them."""
+        words, parts = self._words, []
+        widths = self._runtime.control.seqs.width[step.sequences]
+        first = np.cumsum(widths) - widths
+        for i in np.flatnonzero(widths > 1).tolist():
+            at = int(first[i])
+            shared, blocks = int(words[SHARED, at]), int(words[BLOCKS, at])
+            parts.append(Part(int(step.sequences[i]), at, int(widths[i]), shared, blocks))
+        return parts
+
+    def enqueue(self, parents: Array, stream: Stream) -> None:
+        """The launches: rows, then tails by layer group. May be captured."""
+        runtime = self._runtime
+        device, tables = runtime.device, runtime.device_tables()
+        if getattr(parents, "dtype", None) != np.int32 or parents.ndim != 1:
+            raise wrong("parents", "a one-dimensional int32 array on the device", parents)
+        device.step_rows(tables.array, self.arrays, parents, self._sources, stream=stream)
+        for group, buffers in enumerate(runtime.tails.by_layer_group):
+            device.copy_tails(
+                buffers,
+                tables.by_group[group],
+                self.arrays,
+                self._sources,
+                tokens_per_block=runtime.control.seqs.shape.tokens_per_block,
+                stream=stream,
+            )
+
+
+class Tails:
+    """How the written part of a block is copied, by layer group.
+
+    Where the layout is declared token by token it is the first tokens of each buffer; else the
+    whole slot.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._made: list[TailBuffers] | None = None
+
+    @property
+    def by_layer_group(self) -> list[TailBuffers]:
+        """Made when first asked for."""
+        if self._made is None:
+            layout = self._runtime.layout
+            self._made = [
+                self._runtime.device.tail_buffers(self._places(LayerGroupId(group)))
+                for group in range(len(layout.layer_groups))
+            ]
+        return self._made
+
+    def _places(self, group: LayerGroupId) -> list[TailPlace]:
+        layout = self._runtime.layout
+        pool_group = layout.layer_groups[group].pool_group
+        pools = self._runtime.pool_places[pool_group]
+        places = [place for place in layout.places.values() if place.layer_group == group]
+        tokens = layout.tokens_per_block
+        token_bytes = []
+        for place in places:
+            geometry = page_geometry(place, tokens) if place.buffer.shape is not None else None
+            token_bytes.append(0 if geometry is None else dense_token_bytes(geometry, tokens))
+        if not all(token_bytes):
+            return [TailPlace(memory, size, 0, size, 0) for memory, size in pools]
+        return [
+            TailPlace(*pools[place.pool], place.offset, tokens * nbytes, nbytes)
+            for place, nbytes in zip(places, token_bytes, strict=True)
+        ]
+
+
+def dense_token_bytes(geometry: Any, tokens_per_block: int) -> int:
+    """Bytes of a token where the first tokens of a block are the first bytes of its buffer, else 0.
+
+    That is token-major (NHD) without expansion and without gaps.
+    """
+    nbytes: int = geometry.heads * geometry.dim * geometry.itemsize
+    dense = geometry.token_stride == nbytes and geometry.expansion == 1
+    return nbytes if dense and geometry.page_tokens == tokens_per_block else 0

@@ -1,0 +1,56 @@
+"""The arrays that a step's operations read and write, checked against the pages they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import wrong, wrong_type
+from kvcore.layer_config import array_type
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Array, PageStack, Stream
+    from kvcore.runtime import Runtime
+
+
+def as_operand(
+    runtime: Runtime, role: str, values: Any, stack: PageStack, one: bool, sizes: tuple[int, int]
+) -> Array:
+    """`values` as `[L, N, H, D]` on the device; `one` layer's array has no L.
+
+    N is one of `sizes`: the tokens of the step, or the most a batch takes.
+    """
+    array = runtime.device.as_array(values)
+    geometry, given = stack.geometry, array.shape
+    tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
+    if array.ndim == (2 if one else 3) and geometry.heads == 1:
+        array = array[..., None, :]
+    if one:
+        array = array[None]
+    expected = (stack.num_layers, tokens, geometry.heads, geometry.dim)
+    if array.shape != expected or tokens not in sizes:
+        shape = f"[{stack.num_layers}, {sizes[0]}, {geometry.heads}, {geometry.dim}]"
+        if one:
+            shape = f"[{sizes[0]}, {geometry.heads}, {geometry.dim}]"
+        raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(given))
+    if array.dtype.itemsize != geometry.itemsize:
+        raise wrong_type(f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype)
+    return array
+
+
+def new_operand(
+    runtime: Runtime,
+    stack: PageStack,
+    layers: int | Sequence[int],
+    role: str,
+    tokens: int,
+    stream: Stream,
+) -> Array:
+    """A new array for `tokens` tokens of some layers, recycled in the order of `stream`."""
+    geometry = stack.geometry
+    first = layers[0] if isinstance(layers, Sequence) else layers
+    dtype = array_type(str(runtime.layout.place(first, role).buffer.dtype))
+    shape: tuple[int, ...] = (tokens, geometry.heads, geometry.dim)
+    if isinstance(layers, Sequence):
+        shape = (stack.num_layers, *shape)
+    return runtime.device.empty(shape, dtype, stream=stream)

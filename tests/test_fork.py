@@ -1,0 +1,142 @@
+"""`KVCache.fork`: independent sequences that share what is final."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvcore as k
+from kvcore.device.host import HostDevice
+from kvcore.testing import check
+from tests.helpers import opaque_manager, row, typed_manager, used
+
+A = list(range(700, 716))
+
+
+def begun(m, capacity, history, **settings):
+    kv = m.create_kv_cache(**settings)
+    assert kv.resume()
+    assert kv.resize(capacity, history)
+    return kv
+
+
+@pytest.mark.parametrize(
+    ("capacity", "history", "shared", "private"),
+    [(10, 10, 2, 1), (8, 8, 2, 0), (12, 5, 1, 2), (0, 0, 0, 0)],
+)
+def test_full_blocks_are_shared_and_the_rest_is_copied(capacity, history, shared, private):
+    m = opaque_manager()
+    kv = begun(m, capacity, history, id="a", expected_prompt_length=history)
+    before = used(m)
+    forks = kv.fork(3)
+    assert used(m) == before + 3 * private
+    for fork in forks:
+        assert (fork.capacity, fork.history_length, fork.status) == (capacity, history, kv.status)
+        assert (fork.id, fork.expected_prompt_length) == ("a", history)
+        assert row(fork)[:shared] == row(kv)[:shared]
+    tails = [slot for each in (kv, *forks) for slot in row(each)[shared:]]
+    assert len(set(tails)) == 4 * private
+    check(m)
+    m.close_kv_caches([kv, *forks])
+    assert used(m) == 0
+    check(m)
+
+
+def test_forks_carry_the_data_and_go_their_own_ways():
+    device = HostDevice(deferred=True, seed=5)
+    m = typed_manager(slots=32, layers=1, device=device)
+    stream, other = device.create_stream(), device.create_stream()
+    kv = m.create_kv_cache()
+    assert kv.resume(stream)
+    assert kv.resize(6, 6)
+    step = m.create_batch(4, 32)
+    values = np.arange(6 * 16, dtype=np.float32).reshape(6, 2, 8)
+    step.prepare([kv], 6, start=[0], stream=other)  # written on a stream that has it on loan
+    step.append(0, {"key": values, "value": -values})
+    forks = kv.fork(2)
+    group = [kv, *forks]
+    assert m.advance(group, 1)
+    step.prepare(group, 1)
+    news = np.array([100, 200, 300], np.float32)[:, None, None] + np.zeros((3, 2, 8), np.float32)
+    step.append(0, {"key": news, "value": news})
+    step.prepare(group, 7, start=[0, 0, 0])
+    keys = step.gather(0)[0]
+    device.drain()
+    for number, seen in enumerate(keys.reshape(3, 7, 2, 8)):
+        np.testing.assert_array_equal(seen[:6], values)
+        assert (seen[6] == 100 * (number + 1)).all()
+    check(m)
+
+
+def test_forks_share_what_is_committed_and_commit_for_themselves():
+    m = opaque_manager()
+    kv = begun(m, 6, 6)
+    kv.commit(A[:6])
+    fork, twin = kv.fork(2)
+    assert fork.num_committed_tokens == 6
+    for each, more in ((fork, A[6:10]), (twin, A[6:8])):
+        assert each.resize(6 + len(more))
+        each.commit(more)
+    assert row(fork)[1] == row(twin)[1]  # the same block was computed twice and is stored once
+    assert m.probe_reuse(input_tokens=A) == 8
+    kv.close()
+    fork.close()
+    assert m.probe_reuse(input_tokens=A) == 10
+    twin.close()
+    assert m.get_storage_statistics()[0].evictable == 3
+    check(m)
+
+
+def test_a_fork_of_a_published_partial_block_writes_its_own_page():
+    m = opaque_manager()
+    kv = begun(m, 6, 6)
+    kv.commit(A[:6], is_end=True)
+    (fork,) = kv.fork(1)
+    assert row(fork)[1] != row(kv)[1]
+    m.close_kv_caches([kv, fork])
+    assert m.probe_reuse(input_tokens=A[:6]) == 6
+    check(m)
+
+
+def test_without_room_nothing_changes():
+    m = opaque_manager(slots=4)
+    kv = begun(m, 6, 6)
+    before = (row(kv), used(m))
+    with pytest.raises(k.OutOfPagesError, match="3 private pages"):
+        kv.fork(3)
+    assert (row(kv), used(m)) == before
+    m = opaque_manager(max_sequences=2)
+    kv = begun(m, 6, 6)
+    with pytest.raises(k.CacheCapacityError):
+        kv.fork(2)
+    assert used(m) == 2
+    check(m)
+
+
+def test_a_failing_copy_gives_everything_back(monkeypatch):
+    m = typed_manager(slots=8, layers=1)
+    kv = begun(m, 6, 6)
+
+    def fail(*args, **settings):
+        raise k.DriverError("copy", 1, "planted")
+
+    monkeypatch.setattr(m.device, "copy_pages", fail)
+    before = used(m)
+    with pytest.raises(k.DriverError):
+        kv.fork(2)
+    assert used(m) == before
+    check(m)
+
+
+def test_what_can_not_be_forked():
+    m = opaque_manager(max_beam_width=4, enable_partial_commit=False)
+    kv = begun(m, 6, 6)
+    assert kv.set_beam_width(2)
+    with pytest.raises(k.StateError, match="several beams"):
+        kv.fork(1)
+    kv.set_beam_width(1)
+    with pytest.raises(ValueError, match="n:"):
+        kv.fork(0)
+    kv.suspend()
+    with pytest.raises(k.StateError, match="suspended"):
+        kv.fork(1)
