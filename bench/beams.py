@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import cycle, product
 from typing import Any
+from unittest import mock
 
 import cupy
 import numpy as np
 
-import kvcore as k
+from bench.beam_search import Model, Search, T
 from bench.gpu import Bench, Times, bandwidth, latency
 from bench.harness import Case, Result
+from kvcore.device.cuda import tails
 
-T, WIDTH, REPLAYS = 32, 4, 200
+WIDTH, REPLAYS = 4, 200
 LENGTHS = tuple(np.linspace(4081, 4111, 8).round().astype(int).tolist())
 FULL = (4095,) * 8  # 31 tokens in the last block: 93 MiB for all further children of one parent
 
@@ -37,126 +40,6 @@ RIVAL_QUOTED_US = 8_100.0
 """On the same shapes, on an H200; measured in the same run where torch and transformers are."""
 
 Results = Iterator[dict[str, Any] | Result | Case]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The shape of a cache of 16-bit items."""
-
-    layers: int = 32
-    heads: int = 8
-    dim: int = 128
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of a token in all layers."""
-        return self.layers * 2 * self.heads * self.dim * 2
-
-
-class Search:
-    """Requests at the end of a step: every beam has a new token, and the parents are to come.
-
-    Parameters
-    ----------
-    bench : Bench
-        Whose device it is.
-    model : Model
-    lengths : sequence of int
-        Tokens of each request, the new one among them.
-    width : int
-        Beams of each.
-    room : int, default 0
-        Tokens that each beam will get later.
-    """
-
-    def __init__(
-        self, bench: Bench, model: Model, lengths: Sequence[int], width: int, room: int = 0
-    ) -> None:
-        self.bench, self.model, self.width = bench, model, width
-        self.lengths = np.array(lengths)
-        self.captured = cupy.cuda.Stream(non_blocking=True)
-        self.stream = bench.device.stream(self.captured)
-        self.manager = k.KVCacheManager(
-            self._config(room), device=bench.device, stream=self.stream
-        )
-        self.kvs = [self._opened(int(length) - 1) for length in lengths]
-        self.rows = width * len(self.kvs)
-        self.batch = self.manager.create_batch(self.rows, self.rows)
-        self.parents = bench.put(np.tile(np.arange(width, dtype=np.int32), len(self.kvs)))
-        bench.stream.synchronize()
-
-    def _config(self, room: int) -> k.KVCacheManagerConfig:
-        model, longest = self.model, int(self.lengths.max()) + room
-        page = T * model.heads * model.dim * 2
-        like = {"dtype": "bfloat16", "shape": (model.heads, model.dim), "layout": "NHD"}
-        buffers = [k.BufferConfig(role=role, size=page, **like) for role in ("key", "value")]
-        own = self.width * (2 + room // T)  # blocks that the beams of a request do not share
-        blocks = int(np.sum(self.lengths // T + 1 + own))
-        quota = blocks * T * model.token_bytes + (64 << 20)  # a quota is rounded down
-        return k.KVCacheManagerConfig(
-            tokens_per_block=T,
-            cache_tiers=[k.GpuCacheTierConfig(quota=quota)],
-            layers=[
-                k.AttentionLayerConfig(layer_id=i, buffers=buffers) for i in range(model.layers)
-            ],
-            max_sequences=len(self.lengths),
-            max_seq_len=-(-longest // T + 1) * T,
-            max_beam_width=self.width,
-            enable_partial_commit=False,
-        )
-
-    def _opened(self, prompt: int) -> k.KVCache:
-        kv = self.manager.create_kv_cache(expected_prompt_length=prompt)
-        if not (kv.resume() and kv.resize(prompt, prompt) and kv.set_beam_width(self.width)):
-            raise RuntimeError(f"no pages for {self.width} beams of {prompt} tokens")
-        return kv
-
-    def begin(self) -> None:
-        """Every beam gets room for one more token."""
-        if not self.manager.advance(self.kvs, 1):
-            raise RuntimeError("out of pages")
-        self.batch.prepare(self.kvs, 1)
-
-    def step(self) -> None:
-        """The parents have come."""
-        self.manager.step_beams(self.batch, self.parents)
-
-    def end(self) -> None:
-        """The new tokens are final."""
-        self.manager.advance(self.kvs, 0, history=[kv.history_length + 1 for kv in self.kvs])
-
-    def graph(self) -> Any:
-        """The step as a graph."""
-        self.captured.begin_capture()
-        try:
-            self.step()
-        finally:
-            graph = self.captured.end_capture()
-        self.captured.synchronize()
-        return graph
-
-    def set_parents(self, parents: Any) -> None:
-        """Puts parents where the graph reads them, in the order of the bench's stream."""
-        self.bench.memcpy(self.parents.data.ptr, parents.data.ptr, self.parents.nbytes)
-
-    def fill(self) -> None:
-        """Random bytes in all pages."""
-        for memory in (memory for group in self.manager._runtime.pools for memory in group):
-            self.bench.fill(memory, memory.nbytes)
-
-    def copied_bytes(self, parents: np.ndarray) -> float:
-        """Bytes that a step with such parents `[steps, rows]` copies, on average."""
-        by_request = np.sort(parents.reshape(-1, len(self.kvs), self.width), axis=2)
-        distinct = 1 + np.count_nonzero(np.diff(by_request, axis=2), axis=2)
-        tail = (self.lengths - 1) % T + 1
-        further = (self.width - distinct).mean(axis=0)
-        return float((further * tail).sum() * self.model.token_bytes)
-
-    def close(self) -> None:
-        """Gives everything back."""
-        self.bench.device.synchronize()
-        self.manager.close_kv_caches(self.kvs)
-        self.manager.shutdown()
 
 
 class Replays:
@@ -180,12 +63,17 @@ class Replays:
     def time(self, parents: np.ndarray, repeats: int = REPLAYS) -> Times:
         """Replays with one row of `parents` `[n, rows]` after the other."""
         draws = self.bench.put(parents.astype(np.int32))
-        given = cycle(list(draws))
+        given = cycle(range(len(draws)))
         return self.bench.cold(
             lambda: self._graph.launch(self._on),
             repeats,
-            before=lambda: self.search.set_parents(next(given)),
+            before=lambda: self._put_parents(draws[next(given)]),
         )
+
+    def _put_parents(self, parents: Any) -> None:
+        """Puts them where the graph reads them."""
+        target = self.search.parents
+        self.bench.memcpy(target.data.ptr, parents.data.ptr, target.nbytes)
 
     def memcpy(self, nbytes: int) -> Times:
         """The driver's copy of as many bytes, between pages."""
@@ -258,13 +146,11 @@ def bench_rival(_: Any) -> Results:
 
 
 def bench_expansion(device: Any) -> Results:
-    """From 1 beam to 4, again and again: pages are taken, the tail is copied to three of them."""
+    """From 1 beam to 4, again and again: pages are taken, three of them get the tail."""
     with Bench(device) as bench:
-        search = Search(bench, Model(), [4112], WIDTH)  # 4,111 tokens and the one to come
-        (kv,) = search.kvs
+        search = Search(bench, Model(), [4112], WIDTH, stream=bench.stream)
+        (kv,) = search.kvs  # 4,111 tokens, and one to come
         search.fill()
-        kv.suspend()
-        kv.resume(bench.stream)
 
         def shrink() -> None:
             kv.set_beam_width(1)
@@ -275,50 +161,51 @@ def bench_expansion(device: Any) -> Results:
 
         name = f"expansion 1 to {WIDTH} at 4,111 tokens"
         times = bench.cold(expand, REPLAYS, before=shrink, lead=True)
-        nbytes = 3 * (4111 % T) * Model().token_bytes
         result = latency(f"device: {name}", times, bar=EXPAND_BAR)
-        yield {**result, "meta": {**result["meta"], "bytes": nbytes}}
-        yield Case(
-            name=f"host: {name}",
-            fn=expand,
-            setup=None,
-            calls=1,
-            warmup=0,
-        ) if False else host_case(f"host: {name}", bench, expand, shrink, EXPAND_HOST_BAR)
+        result["meta"]["bytes"] = (WIDTH - 1) * (4111 % T) * Model().token_bytes
+        yield result
+        yield host_case(f"host: {name}", bench, expand, shrink, EXPAND_HOST_BAR)
         search.close()
 
 
-def host_case(name: str, bench: Bench, fn: Any, before: Any, bar: float | None = None) -> Case:
-    """Host time of `fn()`, each after `before()` with the device idle."""
+def host_case(
+    name: str,
+    bench: Bench,
+    fn: Callable[[], object],
+    before: Callable[[], object],
+    bar: float | None = None,
+) -> Case:
+    """Host time of `fn()`, each time after `before()` and with the device idle."""
 
     def ready() -> None:
         before()
         bench.device.synchronize()
 
-    return Case(
-        name=name, fn=lambda _: fn(), setup=ready, calls=REPLAYS, warmup=20, bar=bar
-    )
+    def timed(_: object) -> None:
+        fn()
+
+    return Case(name=name, fn=timed, setup=ready, calls=REPLAYS, warmup=20, bar=bar)
 
 
 def bench_step_on_the_host(device: Any) -> Results:
     with Bench(device) as bench:
         lengths = np.resize(LENGTHS, 64).tolist()
         search = Search(bench, Model(heads=1, dim=8), lengths, WIDTH)
-        search.set_parents(bench.put(random_parents(search.rows, 1)[0].astype(np.int32)))
+        search.set_parents(random_parents(search.rows, 1)[0])
         search.begin()
 
         def prepare() -> None:
             search.batch.prepare(search.kvs, 1)
 
-        def stepped() -> None:
+        def prepare_and_step() -> None:
             prepare()
             search.step()
 
         name = f"64 requests of {WIDTH} beams"
         yield host_case(f"host: step_beams, {name}", bench, search.step, prepare, HOST_BAR)
         yield host_case(f"host: prepare, {name}", bench, prepare, prepare)
-        yield host_case(f"host: prepare that follows their parents, {name}", bench, prepare,
-                        stepped)  # fmt: skip
+        follows = f"host: prepare that follows their parents, {name}"
+        yield host_case(follows, bench, prepare, prepare_and_step)
         search.close()
 
 
@@ -326,33 +213,120 @@ def bench_step_on_the_host(device: Any) -> Results:
 
 
 def bench_five_thousand_beams(device: Any) -> Results:
-    """Generative recommendation: 128 tokens behind a prompt of 5, with what a beam should see."""
+    """Generative recommendation: 128 tokens behind a prompt of 5. Beams must see their own."""
     width, prompt, steps = 5_000, 5, 128
     with Bench(device) as bench:
         model = Model(layers=2, heads=2, dim=16)
         search = Search(bench, model, [prompt + 1], width, steps)
-        rng = np.random.default_rng(4)
-        shape = model.layers, width, model.heads, model.dim
-        start, seen = bench.stream.record(), np.zeros((width, 0), np.uint16)
-        started = cupy.cuda.Event(), cupy.cuda.Event()
-        started[0].record(search.captured)
+        rng, shape = np.random.default_rng(4), (model.layers, width, model.heads, model.dim)
+        new, seen = device.empty(shape, np.uint16), np.zeros((width, 0), np.uint16)
+        begun = time.perf_counter()
         for _ in range(steps):
-            ids = rng.integers(0, 1 << 16, width, np.uint16)
-            parents = rng.integers(0, width, width)
+            ids, parents = rng.integers(0, 1 << 16, width, np.uint16), rng.integers(0, width, width)
             seen = np.column_stack((seen, ids))[parents]
-            new = bench.put(np.broadcast_to(ids[None, :, None, None], shape))
-            search.set_parents(bench.put(parents.astype(np.int32)))
-            bench.stream.synchronize()
+            values = np.broadcast_to(ids[None, :, None, None], shape)
+            device.from_host(np.ascontiguousarray(values), new, stream=search.stream)
+            search.set_parents(parents)
             search.begin()
             search.batch.append(range(model.layers), {"key": new, "value": new})
             search.step()
             search.end()
-        started[1].record(search.captured)
-        right = content(search, prompt, steps) == seen
+        device.synchronize()
+        spent = time.perf_counter() - begun
+        found = search.content(prompt, steps)
         yield {
-            "name": f"{width:,} beams x {steps} tokens behind a prompt of {prompt}",
-            "value": cupy.cuda.get_elapsed_time(*started) * 1000 / steps,
-            "unit": "µs a step",
-            "ok": bool(np.all(right)) and start.done(),
+            "name": f"{width:,} beams x {steps} tokens behind a prompt of {prompt}, a step",
+            "value": spent * 1e6 / steps,
+            "unit": "µs",
+            "ok": bool(np.array_equal(found, seen)),
         }
         search.close()
+
+
+def bench_pages_held(device: Any) -> Results:
+    """At 4,096 tokens with a prompt of 3,072, against W copies of everything."""
+    prompt, tokens = 3_072, 4_096
+    for name in ("never converge", "follow random parents"):
+        with Bench(device) as bench:
+            model, requests = Model(layers=1, heads=1, dim=8), len(LENGTHS)
+            search = Search(bench, model, [prompt + 1] * requests, WIDTH, tokens - prompt)
+            given = random_parents(search.rows, tokens - prompt)
+            for parents in given:
+                if name != "never converge":
+                    search.set_parents(parents)
+                search.begin()
+                search.step()
+                search.end()
+            for kv in search.kvs:
+                kv.settle()
+            held = search.manager.get_storage_statistics()[0].unavailable
+            share = held / (search.rows * tokens // T)
+            yield {
+                "name": f"pages held by {WIDTH} beams that {name}",
+                "value": share,
+                "unit": "",
+                "against": "a dense cache's",
+                "bar": PAGES_BAR,
+                "ok": share <= PAGES_BAR,
+            }
+            search.close()
+
+
+# -- the sweep -------------------------------------------------------------------------------------
+
+THREADS, VECTORS, PER_PROCESSOR = (128, 256, 512), (2, 4, 8), (1, 2, 4, 8)
+
+
+def sweep(device: Any, wanted: str) -> None:
+    """Prints, per kernel, the tunings of a whole step by speed."""
+    rows = len(LENGTHS) * WIDTH
+    cases = {
+        "random parents": (LENGTHS, random_parents(rows)),
+        "all equal": (FULL, np.zeros((1, rows), np.int32)),
+    }
+    for name, (lengths, parents) in cases.items():
+        with Bench(device) as bench:
+            replays = Replays(bench, lengths)
+            for kernel in ("step_rows", "copy_tails"):
+                if wanted in kernel:
+                    print(f"\n{kernel}, {name}; now {label(device.source(kernel))}")
+                    sweep_one(replays, kernel, parents)
+            replays.search.close()
+
+
+def sweep_one(replays: Replays, kernel: str, parents: np.ndarray) -> None:
+    device = replays.bench.device
+    usual, found = device.source(kernel), []
+    own = (VECTORS, (True, False), PER_PROCESSOR)
+    others = own if kernel == "copy_tails" else ((usual.vectors,), (usual.stream_stores,), (4,))
+    for threads, vectors, stores, blocks in product(THREADS, *others):
+        tuned = replace(usual, threads=threads, vectors=vectors, stream_stores=stores)
+        with mock.patch.object(tails, "PER_PROCESSOR", blocks):
+            device.retune(tuned)
+            replays.recapture()
+            times = replays.time(parents, 60)
+        found.append((times.median, times.p90, label(tuned), blocks))
+    device.retune(usual)
+    replays.recapture()
+    print("| step, µs | p90 | tuning | blocks a processor |\n|---:|---:|---|---:|")
+    for median, p90, tuning, blocks in sorted(found)[:10]:
+        print(f"| {median:.2f} | {p90:.2f} | {tuning} | {blocks} |")
+
+
+def label(source: Any) -> str:
+    return f"{source.threads} x {source.vectors}, stream_stores={source.stream_stores}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("bench.beams")
+    parser.add_argument("--sweep", action="store_true", required=True)
+    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
+    options = parser.parse_args()
+    from kvcore.device import open_device
+
+    sweep(open_device("cuda"), options.filter)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

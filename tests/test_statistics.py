@@ -198,7 +198,7 @@ def test_hits_are_counted_once_a_request():
         kv.close()
     m.probe_reuse(input_tokens=A[:8])
     with pytest.raises(ValueError, match="input_tokens"):
-        m.create_kv_cache(input_tokens=[-7])
+        m.create_kv_cache(input_tokens=[-1])
     blocker.close()
     kv = begin(m, A[:8])
     kv.suspend()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcore.runtime import Runtime
 
 MEMORY: Final = ("reserve", "empty", "pinned")
-COPY: Final = ("copy_pages",)
+COPY: Final = ("copy_pages", "copy_tokens", "copy_tails")
 LAUNCH: Final = (
     "fill_words",
     "scatter_table",
@@ -24,6 +24,10 @@ LAUNCH: Final = (
     "append",
     "gather",
     "copy_pages",
+    "copy_tokens",
+    "copy_tails",
+    "step_rows",
+    "fetch",
     "fill_pages",
     "from_host",
 )

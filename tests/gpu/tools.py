@@ -48,11 +48,16 @@ def delay(device, stream, milliseconds):
     device.launch("latch", "delay")(stream, 1, 1, 1, int(milliseconds * 1_500_000))
 
 
-class Graph:
-    """What `work(stream)` enqueues, captured once."""
+def capturable(device):
+    """A new stream that can be captured."""
+    return cupy.cuda.Stream(non_blocking=True)
 
-    def __init__(self, device, work):
-        self._cupy = cupy.cuda.Stream(non_blocking=True)
+
+class Graph:
+    """What `work(stream)` enqueues, captured once, on a stream of the graph's own or on `on`."""
+
+    def __init__(self, device, work, on=None):
+        self._cupy = capturable(device) if on is None else on
         self.stream = device.stream(self._cupy)
         self._cupy.begin_capture()
         try:
@@ -60,9 +65,13 @@ class Graph:
         finally:
             self._graph = self._cupy.end_capture()
 
+    def launch(self):
+        """Enqueues it."""
+        self._graph.launch(self._cupy)
+
     def replay(self):
         """Runs it to the end."""
-        self._graph.launch(self._cupy)
+        self.launch()
         self._cupy.synchronize()
 
 
