@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.ids import NO_TICKET, PoolGroupId, Ticket
+from kvcore.ids import NO_TICKET, Ticket
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -32,11 +32,17 @@ class DirtyCells:
 
 @dataclass(frozen=True, slots=True)
 class PageCopies:
-    """Whole pages to copy inside one pool group. No slot is both a source and a target."""
+    """Pages of one layer group to copy, each up to its last token that holds data.
 
-    pool_group: PoolGroupId
+    No slot is both a source and a target.
+    """
+
+    layer_group: int
     src: Int32
     dst: Int32
+    tokens: Int32
+    """The first tokens of each block, at least 1. Pages whose layout is not declared are copied
+    whole."""
 
 
 @dataclass(frozen=True, slots=True)

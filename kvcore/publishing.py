@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvcore.beams import Beams
 from kvcore.control.commit import plan_commit, publish
+from kvcore.control.node import TOKEN_BYTES
 from kvcore.control.reuse import Claim
 from kvcore.control.statistics import KVCacheStats
 from kvcore.drops import PlannedDrop
@@ -55,7 +58,7 @@ class Publishing(Beams):
                     self._stop()
                 return
             claim = runtime.control.reuse.claims[sequence]
-            self._check_commit(claim, len(image) // 4)
+            self._check_commit(claim, len(image) // TOKEN_BYTES)
             self._publish(image, is_end)
 
     def stop_committing(self) -> None:
@@ -146,7 +149,8 @@ class Publishing(Beams):
             if copy is not None:
                 runtime.streams.wait_for(sequence, after)
                 own = control.reuse.own_pages(sequence, plan.tail_block, 1)
-                runtime.copy_blocks(sequence, own, copy)
+                used = np.array([len(plan.tail) // TOKEN_BYTES], np.int32)
+                runtime.copy_blocks(sequence, own, copy, used)
             ready = runtime.ready_to_publish(plan)
         except BaseException:
             if copy is not None:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvcore.beam_steps import Tails
 from kvcore.bound_rows import BoundRows
 from kvcore.checks import token_counts
+from kvcore.control.beams import written_tokens
 from kvcore.control.commit import CommitPlan, plan_commit, publish
 from kvcore.control.fork import shared_blocks, take_private, write_fork
 from kvcore.control.plane import ControlPlane
@@ -22,7 +23,7 @@ from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
-from kvcore.ids import NO_TICKET, PoolGroupId, Ticket
+from kvcore.ids import NO_TICKET, Ticket
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -237,7 +238,9 @@ class Runtime:
         target, after = control.take_block()
         try:
             self.streams.wait_for(sequence, after)
-            self.copy_blocks(sequence, source, target)
+            size = control.seqs.shape.tokens_per_block
+            used = control.reuse.claims[sequence].committed % size
+            self.copy_blocks(sequence, source, target, np.array([used], np.int32))
             ticket = self.streams.moment(sequence)
         except BaseException:
             control.give_back(target, self.streams.moment(sequence))
@@ -264,7 +267,9 @@ class Runtime:
             after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]
             self.streams.wait_for(sequence, [t for t in after if t is not None])
             own = seqs.page_rows(sequence)[0, :, shared:]
-            self.copy_blocks(sequence, np.tile(own, count), fresh)
+            size, capacity = seqs.shape.tokens_per_block, int(seqs.capacity[sequence])
+            tokens = np.tile(written_tokens(shared, blocks, capacity, size), count)
+            self.copy_blocks(sequence, np.tile(own, count), fresh, tokens)
         except BaseException:
             control.give_back(fresh, self.streams.moment(sequence))
             for fork in forks:
@@ -278,32 +283,26 @@ class Runtime:
                 self.streams.bind(fork, stream)
         return forks
 
-    def copy_blocks(self, sequence: int, src: Int32, dst: Int32) -> None:
-        """Enqueues copies of whole pages `[layer groups, n]` on a sequence's stream."""
+    def copy_blocks(self, sequence: int, src: Int32, dst: Int32, tokens: Int32) -> None:
+        """Enqueues copies of pages `[layer groups, n]` on a sequence's stream.
+
+        `tokens[i]` of block i hold data.
+        """
         stream = self.streams.of(sequence)
         if stream is None:
             raise InternalError("pages were copied for a sequence that was never resumed")
         self.streams.come_home(sequence)
-        by_pool: dict[int, list[int]] = {}
-        for group, pool_group in enumerate(self.control.pool_group_of):
-            by_pool.setdefault(pool_group, []).append(group)
-        self.copy_pages(
-            tuple(
-                PageCopies(PoolGroupId(pool), src[groups].reshape(-1), dst[groups].reshape(-1))
-                for pool, groups in by_pool.items()
-            ),
-            stream,
-        )
+        pairs = enumerate(zip(src, dst, strict=True))
+        self.copy_pages(tuple(PageCopies(group, *pair, tokens) for group, pair in pairs), stream)
 
     def copy_pages(self, copies: tuple[PageCopies, ...], stream: Stream) -> None:
-        """Enqueues page copies, one launch per pool group."""
+        """Enqueues page copies, one launch per layer group."""
         if not self.device.has_memory:
             return
         for copy in copies:
             if copy.src.size:
-                self.device.copy_pages(
-                    self.pool_places[copy.pool_group], copy.src, copy.dst, stream=stream
-                )
+                buffers = self.tails.by_layer_group[copy.layer_group]
+                self.device.copy_tokens(buffers, copy.src, copy.dst, copy.tokens, stream=stream)
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ def test_widening_moves_only_the_tail(session):
     assert search.page_bytes == PAGE_BYTES == 16 * token
     # The first child keeps the prompt's tail page; three others get copies, and two cells each.
     assert (search.paged_moved.pages, search.paged_moved.cells) == (3, 6)
-    assert search.paged_moved.bytes == 3 * PAGE_BYTES + 6 * 4
+    assert search.paged_moved.bytes == 3 * 4 * token + 6 * 4  # the 4 tokens of the tail
     assert search.dense_moved.bytes == 4 * 20 * token
     assert search.dense_moved.changed_bytes == 3 * 20 * token
 
@@ -176,16 +176,16 @@ def test_a_full_last_block_is_shared_without_a_copy(session, length):
 
 def test_counted_copies_are_the_copies_the_device_made(session, monkeypatch):
     copied = []
-    copy_pages = session.device.copy_pages
+    copy_tokens = session.device.copy_tokens
 
-    def counting(pools, src, dst, *, stream):
-        copied.append((len(src), sum(size for _, size in pools)))
-        copy_pages(pools, src, dst, stream=stream)
+    def counting(buffers, src, dst, tokens, *, stream):
+        copied.extend(tokens.tolist())
+        copy_tokens(buffers, src, dst, tokens, stream=stream)
 
-    monkeypatch.setattr(session.device, "copy_pages", counting)
-    search = complete(session, b"And it came to pass in", 4, 24)
-    assert search.paged_moved.pages == sum(count for count, _ in copied) > 3
-    assert {size for _, size in copied} == {PAGE_BYTES}
+    monkeypatch.setattr(session.device, "copy_tokens", counting)
+    moved = complete(session, b"And it came to pass in", 4, 24).paged_moved
+    assert moved.pages == len(copied) > 3
+    assert moved.bytes == sum(copied) * PAGE_BYTES // 16 + moved.cells * 4
 
 
 def test_reading_goes_through_the_page_table(session, store):

@@ -120,7 +120,7 @@ def test_a_failing_copy_gives_everything_back(monkeypatch):
     def fail(*args, **settings):
         raise k.DriverError("copy", 1, "planted")
 
-    monkeypatch.setattr(m.device, "copy_pages", fail)
+    monkeypatch.setattr(m.device, "copy_tokens", fail)
     before = used(m)
     with pytest.raises(k.DriverError):
         kv.fork(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -66,11 +67,8 @@ def copy_from_the_wrong_parent(parents, width, right=beams._share_out):
     return takers, donors[::-1], spare
 
 
-def copy_only_the_first_pool(self, copies, stream):
-    for copy in copies:
-        if copy.src.size:
-            pools = self.pool_places[copy.pool_group][:1]
-            self.device.copy_pages(pools, copy.src, copy.dst, stream=stream)
+def copy_one_token_less(self, copies, stream, right=Runtime.copy_pages):
+    right(self, tuple(replace(c, tokens=np.maximum(c.tokens - 1, 0)) for c in copies), stream)
 
 
 def merge_without_waits(self, dirty):
@@ -120,7 +118,7 @@ FAULTS = {
     "waits lost when changes are merged": (DeviceTables, "compact", merge_without_waits),
     "shared pages not held": (SlotTable, "hold", nothing),
     "copies from the wrong parent": (beams, "_share_out", copy_from_the_wrong_parent),
-    "copies of one pool": (Runtime, "copy_pages", copy_only_the_first_pool),
+    "the last token not copied": (Runtime, "copy_pages", copy_one_token_less),
     "bound rows not refreshed": (BoundRows, "refresh", nothing),
     "matched pages not held": (SlotTable, "hold_distinct", nothing),
     "evictable pages miscounted": (SlotTable, "hold_distinct", hold_without_counting),

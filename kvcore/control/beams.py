@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcore.control.plane import ControlPlane
 from kvcore.control.slots import SlotTable
-from kvcore.ids import NO_SLOT, NO_TICKET, PoolGroupId, Ticket, div_ceil
+from kvcore.ids import NO_SLOT, NO_TICKET, Ticket, div_ceil
 from kvcore.plan import PageCopies, Rebinding
 
 Int32 = NDArray[np.int32]
@@ -25,8 +25,8 @@ def plan_rebinding(
 ) -> Rebinding | None:
     """Works out rows in which beam i continues old beam `parents[i]`, and takes the slots it needs.
 
-    Nothing of the sequence changes yet. Returns None if slots or table rows are short. Only blocks
-    that start before `valid_tokens` are copied. O(beams * blocks).
+    Nothing of the sequence changes yet. Returns None if slots or table rows are short. Only tokens
+    before `valid_tokens` are copied. O(beams * blocks).
     """
     seqs = control.seqs
     width, old = len(parents), seqs.page_rows(sequence)
@@ -39,8 +39,8 @@ def plan_rebinding(
     takers, donors, spare = _share_out(parents, len(old))
     new = old[list(parents)]
     copied = min(max(div_ceil(valid_tokens, seqs.shape.tokens_per_block), shared), old.shape[2])
-    taken, surplus, tickets = [], [], []
-    pairs: dict[int, tuple[list[Int32], list[Int32]]] = {}
+    counts = written_tokens(shared, copied, valid_tokens, seqs.shape.tokens_per_block)
+    taken, surplus, tickets, copies = [], [], [], []
     for group, slots in enumerate(control.slots_of):
         fresh = slots.take(pages)
         after = slots.tickets(fresh)
@@ -52,14 +52,18 @@ def plan_rebinding(
         new[takers, group, shared:] = private[: len(takers)]
         taken.append(fresh)
         surplus.append(private[len(takers) :].reshape(-1))
-        sources, targets = pairs.setdefault(control.pool_group_of[group], ([], []))
-        sources.append(old[donors, group, shared:copied].reshape(-1))
-        targets.append(new[takers, group, shared:copied].reshape(-1))
-    copies = tuple(
-        PageCopies(PoolGroupId(group), np.concatenate(src), np.concatenate(dst))
-        for group, (src, dst) in pairs.items()
+        sources = old[donors, group, shared:copied].reshape(-1)
+        targets = new[takers, group, shared:copied].reshape(-1)
+        copies.append(PageCopies(group, sources, targets, np.tile(counts, len(takers))))
+    return Rebinding(
+        sequence, parents, new, tuple(taken), tuple(surplus), tuple(copies), tuple(tickets)
     )
-    return Rebinding(sequence, parents, new, tuple(taken), tuple(surplus), copies, tuple(tickets))
+
+
+def written_tokens(first: int, end: int, valid_tokens: int, tokens_per_block: int) -> Int32:
+    """Tokens before `valid_tokens` in each of blocks `first` to `end - 1`."""
+    left = valid_tokens - np.arange(first, end) * tokens_per_block
+    return np.clip(left, 0, tokens_per_block).astype(np.int32)
 
 
 def _share_out(parents: tuple[int, ...], width: int) -> tuple[list[int], list[int], list[int]]:

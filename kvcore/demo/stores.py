@@ -31,7 +31,7 @@ class Moved:
     changed_bytes: int = 0
     """Dense only: what would do if rows that continue themselves stayed where they are."""
     pages: int = 0
-    """Paged only: pages copied."""
+    """Paged only: pages copied, as far as they were written."""
     cells: int = 0
     """Paged only: page-table cells written."""
 
@@ -162,12 +162,16 @@ class PagedStore:
             self._kv.reorder_beams(chosen)
         elif not self._kv.set_beam_width(len(chosen), chosen):
             raise k.OutOfPagesError(f"demo: no pages to widen to {len(chosen)} beams")
+        token_bytes = self.page_bytes // TOKENS_PER_BLOCK
+        written = self._kv.capacity % TOKENS_PER_BLOCK  # of the last block, which alone is copied
         for beam, row in enumerate(self.rows()):
-            # A page that the parent did not have holds a copy of the parent's.
-            self.moved.pages += int((row != before[chosen[beam]]).sum())
+            # A page that the parent did not have holds a copy of the parent's tokens.
+            pages = int((row != before[chosen[beam]]).sum())
             here = before[beam] if beam < len(before) else np.full_like(row, -1)
-            self.moved.cells += int((row != here).sum())
-        self.moved.bytes = self.moved.pages * self.page_bytes + self.moved.cells * CELL
+            cells = int((row != here).sum())
+            self.moved.pages += pages
+            self.moved.cells += cells
+            self.moved.bytes += pages * written * token_bytes + cells * CELL
         self._count_pages()
 
     def rows(self) -> list[NDArray[np.int32]]:
