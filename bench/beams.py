@@ -31,6 +31,8 @@ from kvcore.device.cuda import tails
 WIDTH, REPLAYS = 4, 200
 LENGTHS = tuple(np.linspace(4081, 4111, 8).round().astype(int).tolist())
 FULL = (4095,) * 8  # 31 tokens in the last block: 93 MiB for all further children of one parent
+WIDE = 5_000, 5, 128  # beams, prompt, further tokens
+LONG = 3_072, 4_096  # prompt, all tokens
 
 STEP_BAR, TAIL_BAR = 30.0, 0.85
 EXPAND_BAR, EXPAND_HOST_BAR, HOST_BAR = 20.0, 60.0, 150.0
@@ -214,7 +216,7 @@ def bench_step_on_the_host(device: Any) -> Results:
 
 def bench_five_thousand_beams(device: Any) -> Results:
     """Generative recommendation: 128 tokens behind a prompt of 5. Beams must see their own."""
-    width, prompt, steps = 5_000, 5, 128
+    width, prompt, steps = WIDE
     with Bench(device) as bench:
         model = Model(layers=2, heads=2, dim=16)
         search = Search(bench, model, [prompt + 1], width, steps)
@@ -244,8 +246,8 @@ def bench_five_thousand_beams(device: Any) -> Results:
 
 
 def bench_pages_held(device: Any) -> Results:
-    """At 4,096 tokens with a prompt of 3,072, against W copies of everything."""
-    prompt, tokens = 3_072, 4_096
+    """At 4,096 tokens with a prompt of 3,072, against a copy of everything for each beam."""
+    prompt, tokens = LONG
     for name in ("never converge", "follow random parents"):
         with Bench(device) as bench:
             model, requests = Model(layers=1, heads=1, dim=8), len(LENGTHS)

@@ -337,9 +337,9 @@ class Batch:
         runtime, step, beams = self._runtime, self._step, self._beams
         if step is None or beams is None:
             raise StateError("the batch holds no step with beams; call prepare() first")
-        parts = beams.snapshot(step)
-        if parts:
-            runtime.parents.fetch(parents, step.owner.size, parts, on)
+        members = beams.members(step)
+        if members.sequences.size:
+            runtime.parents.fetch(parents, members, on)
             runtime.control.seqs.touch(step.sequences)
 
     def _remember(

@@ -11,7 +11,7 @@ from kvcore.device.base import BeamArrays, TailPlace
 from kvcore.errors import wrong
 from kvcore.ids import LayerGroupId
 from kvcore.layout import page_geometry
-from kvcore.parents import Part
+from kvcore.parents import Members
 
 if TYPE_CHECKING:
     from kvcore.device.base import Array, Stream, TailBuffers
@@ -42,7 +42,9 @@ class BeamSteps:
         most = runtime.config.max_beam_width
         self.arrays = BeamArrays(rows, first, width, shared, blocks, valid, most)
         self._sources: Array = runtime.device.empty(rows.shape, np.int32)
-        self._parts: list[Part] = []
+        tables = runtime.device_tables()
+        groups = range(runtime.control.seqs.shape.num_groups)
+        self._tables = [tables.by_group[group] for group in groups]  # kept: views are checked once
 
     def describe_rows(self, step: Step) -> None:
         """Writes which rows belong together."""
@@ -60,16 +62,14 @@ class BeamSteps:
         for word, values in ((SHARED, shared), (BLOCKS, blocks), (VALID, ends)):
             self._words[word, :size] = values[owner]
 
-    def snapshot(self, step: Step) -> list[Part]:
+    def members(self, step: Step) -> Members:
         """The sequences of a step that have beams, as `describe_*` wrote them."""
-        words, parts = self._words, []
+        words = self._words
         widths = self._runtime.control.seqs.width[step.sequences]
-        first = np.cumsum(widths) - widths
-        for i in np.flatnonzero(widths > 1).tolist():
-            at = int(first[i])
-            shared, blocks = int(words[SHARED, at]), int(words[BLOCKS, at])
-            parts.append(Part(int(step.sequences[i]), at, int(widths[i]), shared, blocks))
-        return parts
+        some = np.flatnonzero(widths > 1)
+        first = (np.cumsum(widths) - widths)[some].astype(np.intp)
+        sequences = step.sequences[some]
+        return Members(sequences, first, widths[some], words[SHARED, first], words[BLOCKS, first])
 
     def enqueue(self, parents: Array, stream: Stream) -> None:
         """The launches: rows, then tails by layer group. May be captured."""
@@ -81,7 +81,7 @@ class BeamSteps:
         for group, buffers in enumerate(runtime.tails.by_layer_group):
             device.copy_tails(
                 buffers,
-                tables.by_group[group],
+                self._tables[group],
                 self.arrays,
                 self._sources,
                 tokens_per_block=runtime.control.seqs.shape.tokens_per_block,

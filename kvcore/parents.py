@@ -10,39 +10,41 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.beams import apply_parents
-from kvcore.device.base import Array, Device, Event, Stream
+from kvcore.device.base import Array, Event, Stream
 from kvcore.device.staging import StagingRing
 
 if TYPE_CHECKING:
     from kvcore.runtime import Runtime
 
 Int32 = NDArray[np.int32]
+Index = NDArray[np.intp]
+
+GONE = -1
 
 
-@dataclass(slots=True)
-class Part:
-    """One sequence of a beam step, as it was when the step was prepared."""
+class Members(NamedTuple):
+    """The sequences of a beam step that have beams, as they were when it was prepared."""
 
-    sequence: int
-    first: int
-    """Where its parents begin in the batch."""
+    sequences: Index
+    first: Index
+    """Where the parents of each begin in the batch."""
 
-    width: int
-    shared: int
-    blocks: int
+    width: Int32
+    shared: Int32
+    blocks: Int32
 
 
 @dataclass(slots=True)
 class _Step:
     event: Event
     buffer: NDArray[np.uint8]
-    parts: list[Part]
+    members: Members
 
 
 class PendingParents:
@@ -52,29 +54,29 @@ class PendingParents:
         self._runtime = runtime
         self._ring: StagingRing | None = None
         self._steps: deque[_Step] = deque()
-        self._waiting: dict[int, int] = {}  # steps by sequence
+        self._waiting: Int32 = np.zeros(runtime.config.max_sequences, np.int32)  # steps of each
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._waiting
+        return self._waiting.item(sequence) > 0
 
-    def fetch(self, parents: Array, count: int, parts: list[Part], stream: Stream) -> None:
-        """Enqueues the copy of `count` parents to the host. Does not block."""
-        device: Device = self._runtime.device
+    def fetch(self, parents: Array, members: Members, stream: Stream) -> None:
+        """Enqueues the copy of the parents to the host. Does not block."""
         if self._ring is None:
-            self._ring = StagingRing(device, 4096)
-        buffer = self._ring.lease(4 * count)
+            self._ring = StagingRing(self._runtime.device, 4096)
+        nbytes = 4 * parents.shape[0]
+        buffer = self._ring.lease(nbytes)
         try:
-            device.fetch(parents[:count], buffer[: 4 * count].view(np.int32), stream=stream)
+            target = buffer[:nbytes].view(np.int32)
+            self._runtime.device.fetch(parents, target, stream=stream)
             event = stream.record()
         except BaseException:
             self._ring.retire(buffer, None)
             raise
-        self._steps.append(_Step(event, buffer, parts))
-        for part in parts:
-            self._waiting[part.sequence] = self._waiting.get(part.sequence, 0) + 1
+        self._steps.append(_Step(event, buffer, members))
+        self._waiting[members.sequences] += 1
 
     def take_arrived(self) -> None:
         """Follows every step whose parents have arrived."""
@@ -83,7 +85,7 @@ class PendingParents:
 
     def settle(self, sequence: int) -> None:
         """BLOCKS until the parents of all steps of one sequence have arrived, and follows them."""
-        while sequence in self._waiting:
+        while self._waiting[sequence]:
             self.wait_for_one()
 
     def wait_for_one(self) -> None:
@@ -93,27 +95,30 @@ class PendingParents:
 
     def forget(self, sequence: int) -> None:
         """A sequence is gone, with everything it held."""
-        if self._waiting.pop(sequence, None):
+        if self._waiting[sequence]:
+            self._waiting[sequence] = 0
             for step in self._steps:
-                step.parts = [part for part in step.parts if part.sequence != sequence]
+                step.members.sequences[step.members.sequences == sequence] = GONE
 
     def close(self) -> None:
         """Drops everything. The device is idle."""
         self._steps.clear()
-        self._waiting.clear()
+        self._waiting[:] = 0
         if self._ring is not None:
             self._ring.close()
 
     def _follow(self) -> None:
         runtime, step = self._runtime, self._steps.popleft()
-        words = step.buffer[: step.buffer.nbytes & -4].view(np.int32)
-        for part in step.parts:
-            given = words[part.first : part.first + part.width].tolist()
-            parents = [p if 0 <= p < part.width else i for i, p in enumerate(given)]
-            apply_parents(runtime.control, part.sequence, parents, part.shared, part.blocks)
-            runtime.bound_rows.refresh(part.sequence)
-            self._waiting[part.sequence] -= 1
-            if not self._waiting[part.sequence]:
-                del self._waiting[part.sequence]
+        given = step.buffer[: step.buffer.nbytes & -4].view(np.int32)
+        columns = (column.tolist() for column in step.members)
+        for sequence, first, width, shared, blocks in zip(*columns, strict=True):
+            if sequence == GONE:
+                continue
+            words = given[first : first + width].tolist()
+            parents = [p if 0 <= p < width else beam for beam, p in enumerate(words)]
+            apply_parents(runtime.control, sequence, parents, shared, blocks)
+            self._waiting[sequence] -= 1
+            if runtime.bound_rows:
+                runtime.bound_rows.refresh(sequence)
         if self._ring is not None:
             self._ring.retire(step.buffer, None)

@@ -91,6 +91,8 @@ def publish_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) ->
     for group, slots in enumerate(control.slots_of):
         _move_holders(slots, old[:, group, :shared], new[:, group, :shared], ticket)
         slots.release(plan.surplus[group], ticket, distinct=True)
+    if len(old) == 1:
+        seqs.common[sequence] = shared
     _resize_rows(control, sequence, len(new), ticket)
     seqs.touch(sequence)
     if sequence in seqs.parked:
@@ -113,22 +115,25 @@ def apply_parents(
     as they were when the step was prepared. Cannot fail. What no row reaches any more is free at
     once: the step has run, and whoever read those pages came before it.
     """
+    if parents == list(range(len(parents))):
+        return
     seqs = control.seqs
-    rows = seqs.rows[sequence, : len(parents)]
-    old = seqs.table[rows, :, :blocks]
+    rows, first = seqs.rows[sequence, : len(parents)], int(seqs.common[sequence])
+    old = seqs.table[rows, :, first:blocks]
     takers, _, spare = _share_out(tuple(parents), len(parents))
     new = old[parents]
-    new[takers, :, shared:] = old[spare[: len(takers)], :, shared:]
+    new[takers, :, shared - first :] = old[spare[: len(takers)], :, shared - first :]
     for group, slots in enumerate(control.slots_of):
-        _move_holders(slots, old[:, group, :shared], new[:, group, :shared], NO_TICKET)
-    seqs.table[rows, :, :blocks] = new
+        passed = slice(0, shared - first)
+        _move_holders(slots, old[:, group, passed], new[:, group, passed], NO_TICKET)
+    seqs.table[rows, :, first:blocks] = new
 
 
 def _move_holders(slots: SlotTable, old: Int32, new: Int32, ticket: Ticket) -> None:
     """Recounts the holders of the blocks shared by reference, where rows differ at all."""
     if len(old) == len(new):
-        differ = np.flatnonzero((old != new).any(axis=0))
-        old, new = old[:, differ], new[:, differ]
+        moved = old != new
+        old, new = old[moved], new[moved]
     if old.size:
         slots.hold(new.reshape(-1))
         slots.release(old.reshape(-1), ticket, distinct=False)

@@ -70,6 +70,7 @@ class SequenceTable:
         self.history: Int32 = np.zeros(n, np.int32)
         self.num_blocks: Int32 = np.zeros(n, np.int32)
         self.limit: Int32 = np.zeros(n, np.int32)  # tokens reachable without a new block
+        self.common: Int32 = np.zeros(n, np.int32)  # leading blocks that are the same in all rows
         self.width: Int32 = np.zeros(n, np.int32)  # live beams; 0: no such sequence
         self.active: NDArray[np.bool_] = np.zeros(n, np.bool_)
         self.block_bound: Int32 = np.full(

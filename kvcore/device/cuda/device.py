@@ -137,7 +137,7 @@ class CudaDevice(CudaBeams, Device):
                 check_device(handle, self.context)
                 found = CudaStream(handle, self.context, owner, self._events, self.graveyard)
                 self._streams[handle] = found
-            elif owner is not None:
+            elif owner is not None and not isinstance(found.owner, OwnedStream):
                 found.owner = owner  # a new stream may have got the handle of one that is gone
             if found not in self._recent:
                 self._recent.append(found)

@@ -1,0 +1,278 @@
+"""A cache for Hugging Face transformers 5 whose keys and values lie in kvcore pages.
+
+`cache_for(model.config, ...)` makes the cache that `model.generate(..., cache=cache)` takes:
+greedy search, sampling and beam search, decoders and encoder-decoders::
+
+    with cache_for(model.config, num_beams=4) as cache:
+        tokens = model.generate(**inputs, num_beams=4, cache=cache)
+
+(`past_key_values=` is the old name of `cache=` and works as long as transformers takes it.)
+
+`generate` repeats every prompt `num_beams` times, and stock caches hold it as often. This one
+writes a prompt once, widens the sequence to beams when their tokens first differ, and follows them
+by passing full pages on by reference. The model still gets dense tensors, gathered from the pages
+layer by layer, so any model and any attention works, and one layer's are all that is ever dense.
+
+What is as in `DynamicCache`, and what is not:
+
+* Rows of one length: left padding is cached like tokens, and the model masks it.
+* Layers with a window keep everything, and the model masks what has left it; each layer reports
+  full lengths, so masks and keys agree. Tokens are the same. A stock cache drops what has left the
+  window, so sums over the rest are taken in another order: scores differ by a few units of
+  rounding, without windows by none.
+* `crop`, and with it assisted decoding, as long as nothing final is cut off: what beams share or
+  others may reuse stays. There is no need to record a past.
+* T5 with other numbers of layers in encoder and decoder works; the cache `generate` makes by itself
+  (transformers 5.24) has as many layers as the encoder, and fails.
+* Refused with the reason: gradients, `batch_repeat_interleave`, `batch_select_indices`, recurrent
+  and latent (MLA) layers, layers that share another's cache.
+
+The host looks at tensors at one place per step until the beams differ, and at `beam_idx`: on CUDA
+both wait for the stream.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from transformers.cache_utils import EncoderDecoderCache
+
+import kvcore as k
+from kvcore.device.base import Device
+from kvcore.errors import wrong
+from kvcore_adapters.for_transformers_cache import PagedCache
+from kvcore_adapters.for_transformers_config import (
+    check_manager,
+    decoder_layers,
+    open_manager,
+    torch_type,
+    type_name,
+)
+from kvcore_adapters.for_transformers_rows import PagedRows
+
+__all__ = ["KVCoreCache", "KVCoreEncoderDecoderCache", "cache_for"]
+
+
+class KVCoreCache(PagedCache):
+    """The cache of a decoder.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        `model.config`.
+    manager : KVCacheManager, optional
+        Where pages come from, for several caches to share them. Layers 0, 1, ... with buffers "key"
+        and "value"; for `num_beams` above 1 with that `max_beam_width` and without partial commit.
+        Default: one of the cache's own for up to 64 sequences, described by what follows.
+    num_beams : int
+        Neighbouring rows of `generate`'s batch that start out equal: its `num_beams`, or its
+        `num_return_sequences` if that is larger.
+    device : str or Device
+        Where the pages lie; the model's device. "host" or "cuda".
+    dtype : str or torch.dtype, optional
+        Of keys and values. Default: the config's, or float32.
+    max_tokens : int
+        Tokens there are pages for, all rows together; what rows share counts once.
+    tokens_per_block : int
+        Tokens of a page.
+    prompt : int tensor [batch, length], optional
+        Finds what a cache of this manager published of it, so that `generate`, called with the same
+        prompt, computes only the rest. All rows take the length of the shortest match.
+    attention_mask : tensor, optional
+        Of the prompt. With a padded row nothing is reused: padding shifts positions.
+    reuse_scope : ReuseScope, optional
+        The boundary of that reuse, for finding and for publishing.
+
+    Raises
+    ------
+    NotImplementedError
+        The model has layers whose cache is something else than keys and values.
+    ValueError, TypeError
+        Wrong arguments, or a manager that does not fit.
+    OutOfPagesError
+        Here or in `generate`: too few pages. Nothing changed.
+
+    Notes
+    -----
+    In `update`, rows of a sequence that differ in the first forward raise `ValueError`: the cache
+    was made for another `num_beams`. Later, they are what parts beams.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)
+    >>> config.bos_token_id = config.eos_token_id = None
+    >>> model = transformers.GPT2LMHeadModel(config).eval()
+    >>> with KVCoreCache(config, num_beams=2) as cache:
+    ...     out = model.generate(torch.ones(1, 40, dtype=torch.long), num_beams=2, cache=cache,
+    ...                          attention_mask=torch.ones(1, 40), max_new_tokens=4, pad_token_id=0)
+    ...     out.shape, [kv.get_base_page_indices(0, beam).tolist()[:2] for beam in (0, 1)
+    ...                 for kv in cache.sequences]
+    (torch.Size([1, 44]), [[0, 1], [0, 1]])
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        manager: k.KVCacheManager | None = None,
+        *,
+        num_beams: int = 1,
+        device: str | Device = "host",
+        dtype: object = None,
+        max_tokens: int = 8192,
+        tokens_per_block: int = 16,
+        prompt: Any = None,
+        attention_mask: Any = None,
+        reuse_scope: k.ReuseScope | None = None,
+    ) -> None:
+        if config.is_encoder_decoder:
+            remedy = "use KVCoreEncoderDecoderCache, or cache_for"
+            raise wrong("config", "a decoder's", type(config).__name__, remedy)
+        layers = decoder_layers(config)
+        owns = manager is None
+        if manager is None:
+            manager = open_manager(
+                layers, num_beams, device, type_name(config, dtype), max_tokens, tokens_per_block
+            )
+        check_manager("manager", manager, len(layers), num_beams)
+        rows = PagedRows(manager, len(layers), num_beams, reuse_scope)
+        super().__init__(rows, owns_manager=owns)
+        if prompt is not None and not any(padded(prompt, attention_mask)):
+            # One token has to be computed, for logits.
+            rows.adopt(prompt[:, :-1].tolist(), prompt.new_empty(0, dtype=torch_type(manager)))
+
+    def publish(self, prompt: Any, attention_mask: Any = None) -> int:
+        """Lets later caches of the same manager find the full pages of prompts.
+
+        Parameters
+        ----------
+        prompt : int tensor [batch, length]
+            What the first `length` cached tokens are, as `generate` got it: not repeated.
+        attention_mask : tensor, optional
+            Of the prompt. Padded rows are never published.
+
+        Returns
+        -------
+        int
+            How many sequences were published.
+
+        Raises
+        ------
+        ValueError
+            Another number of rows, or more tokens than are cached.
+        """
+        count, length = len(self._rows.sequences), self.get_seq_length()
+        if len(prompt) != count or prompt.shape[1] > length:
+            expected = f"{count} rows of at most {length} tokens, which are cached"
+            raise wrong("prompt", expected, list(prompt.shape))
+        whole = [i for i, pads in enumerate(padded(prompt, attention_mask)) if not pads]
+        for i in whole:
+            self._rows.publish(i, prompt[i].tolist())
+        return len(whole)
+
+
+class KVCoreEncoderDecoderCache(EncoderDecoderCache):
+    """The caches of an encoder-decoder: self-attention, and cross-attention in a second manager.
+
+    The cross-attention's keys and values are written once and stay one sequence per `num_beams`
+    rows, whatever the beams do; `reorder_cache` moves none of them.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        `model.config`.
+    manager, cross_manager : KVCacheManager, optional
+        Both or neither.
+    max_encoder_tokens : int
+        Positions of the encoder there are pages for, all prompts together.
+    num_beams, device, dtype, max_tokens, tokens_per_block
+        As for `KVCoreCache`; both managers are on the same device.
+
+    Notes
+    -----
+    Errors as for `KVCoreCache`. For another input call `reset()`, or make another cache.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        manager: k.KVCacheManager | None = None,
+        cross_manager: k.KVCacheManager | None = None,
+        *,
+        num_beams: int = 1,
+        device: str | Device = "host",
+        dtype: object = None,
+        max_tokens: int = 8192,
+        max_encoder_tokens: int = 8192,
+        tokens_per_block: int = 16,
+    ) -> None:
+        if (manager is None) != (cross_manager is None):
+            raise wrong("manager and cross_manager", "both or neither", (manager, cross_manager))
+        layers = decoder_layers(config)
+        owns = manager is None
+        if manager is None or cross_manager is None:
+            name = type_name(config, dtype)
+            manager = open_manager(layers, num_beams, device, name, max_tokens, tokens_per_block)
+            try:
+                cross_manager = open_manager(
+                    layers, 1, manager.device, name, max_encoder_tokens, tokens_per_block
+                )
+            except BaseException:
+                manager.shutdown()
+                raise
+        check_manager("manager", manager, len(layers), num_beams)
+        check_manager("cross_manager", cross_manager, len(layers), 1)
+        own = PagedRows(manager, len(layers), num_beams)
+        cross = PagedRows(cross_manager, len(layers), num_beams, written_once=True)
+        super().__init__(PagedCache(own, owns_manager=owns), PagedCache(cross, owns_manager=owns))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the decoder's last `-tokens_to_remove` tokens, as `PagedCache.crop`."""
+        self.self_attention_cache.crop(tokens_to_remove)
+
+    def close(self) -> None:
+        """Frees all pages, and the managers if the cache made them. Idempotent."""
+        self.reset()
+        self.cross_attention_cache.close()  # the device is the other manager's
+        self.self_attention_cache.close()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused, as by `PagedCache`."""
+        self.self_attention_cache.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: object) -> None:
+        """Refused, as by `PagedCache`."""
+        self.self_attention_cache.batch_select_indices(indices)
+
+
+def padded(prompt: Any, attention_mask: Any) -> list[bool]:
+    """Which rows of a prompt are padded."""
+    if attention_mask is None:
+        return [False] * len(prompt)
+    if attention_mask.shape != prompt.shape:
+        expected = f"the prompt's shape {list(prompt.shape)}"
+        raise wrong("attention_mask", expected, list(attention_mask.shape))
+    found: list[bool] = (attention_mask == 0).any(1).tolist()
+    return found
+
+
+def cache_for(config: Any, **settings: Any) -> KVCoreCache | KVCoreEncoderDecoderCache:
+    """The cache for `model.config`: `KVCoreEncoderDecoderCache` where it needs one.
+
+    Takes the keyword arguments of the class it makes.
+    """
+    if config.is_encoder_decoder:
+        return KVCoreEncoderDecoderCache(config, **settings)
+    return KVCoreCache(config, **settings)

@@ -1,0 +1,140 @@
+"""What the transformers cache refuses, and what it says then."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
+tf = pytest.importorskip("transformers", minversion="5.24", reason="needs transformers 5.24")
+
+from kvcore_adapters.for_transformers import KVCoreCache, KVCoreEncoderDecoderCache  # noqa: E402
+
+import kvcore as k  # noqa: E402
+from tests.helpers import opaque_manager, typed_manager, used  # noqa: E402
+from tests.test_for_transformers import T, configs, inputs, one_thread, paged, run  # noqa: E402
+from tests.test_for_transformers_pages import LLAMA, states  # noqa: E402
+
+__all__ = ["one_thread"]  # a fixture
+
+
+def test_groups_that_are_none():
+    given = inputs("llama", 2, 6)
+    with paged("llama", 4) as kv:
+        with pytest.raises(ValueError, match=r"row 2: expected the prompt of row 0, .*num_beams=4"):
+            run("llama", given, kv, num_beams=2)
+        with pytest.raises(ValueError, match="a multiple of num_beams=4 rows, got 2"):
+            run("llama", given, kv, num_beams=1)
+        assert (used(kv.manager), kv.sequences) == (0, ())
+    with (
+        paged("llama", 2) as kv,
+        pytest.raises(ValueError, match=r"beam_idx\[\d\]: .* its group of num_beams=2"),
+    ):
+        run("llama", given, kv, num_beams=4)
+
+
+def test_equal_rows_may_differ_by_rounding():
+    keys, values = states(4, 5, equal=4)
+    noise = 1 + torch.tensor([0.0, 1.0, -1.0, 1.0])[:, None, None, None] * 2**-23
+    with paged("llama", 4) as kv:
+        read, _ = kv.update(keys * noise, values, 0)
+        assert torch.equal(read, keys)
+    with paged("llama", 4) as kv, pytest.raises(ValueError, match="row 1"):
+        kv.update(keys * noise**100, values, 0)
+
+
+def test_rows_of_other_steps_and_batches():
+    with paged("llama") as kv:
+        kv.update(*states(2, 5), 0)
+        with pytest.raises(ValueError, match="layer 1: key_states: expected 2 rows of 5 tokens"):
+            kv.update(*states(2, 4), 1)
+        with pytest.raises(k.StateError, match="did not reach layer 1"):
+            kv.update(*states(2, 1), 0)
+        with pytest.raises(k.StateError, match="crop: the last forward did not reach layer 1"):
+            kv.crop(-1)
+        with pytest.raises(k.StateError, match="reorder_cache: the last forward"):
+            kv.reorder_cache(torch.tensor([0, 1]))
+        kv.update(*states(2, 5), 1)
+        with pytest.raises(ValueError, match="2 rows, as before, got 3; reset"):
+            kv.update(*states(3, 1), 0)
+        with pytest.raises(ValueError, match="beam_idx: expected 2 rows, got 3"):
+            kv.reorder_cache(torch.tensor([0, 1, 2]))
+        with pytest.raises(ValueError, match="2 rows of at most 5 tokens"):
+            kv.publish(torch.ones(2, 6, dtype=torch.long))
+
+
+def test_cross_attention_of_another_input():
+    with paged("bart") as kv:
+        run("bart", inputs("bart", 1, 5), kv, max_new_tokens=2)
+        cross = kv.cross_attention_cache
+        with pytest.raises(k.StateError, match="written once"):
+            cross.update(*torch.zeros(2, 1, 4, 5, 8), 0)
+
+
+def test_states_of_another_type_or_shape():
+    keys, values = states(1, 2)
+    with paged("llama") as kv:
+        with pytest.raises(ValueError, match=r"layer 0: key_states: .* got 'float16 \(2, 8\)'"):
+            kv.update(keys.half(), values, 0)
+        with pytest.raises(ValueError, match=r"layer 1: value_states: .* got 'float32 \(2, 7\)'"):
+            kv.update(keys, values[..., :7], 1)
+        assert (kv.sequences, kv.get_seq_length()) == ((), 0)
+
+
+def test_gradients():
+    keys, values = states(1, 2)
+    with paged("llama") as kv:
+        with pytest.raises(NotImplementedError, match="no gradients"):
+            kv.update(keys.requires_grad_(), values, 0)
+        with torch.no_grad():
+            kv.update(keys, values, 0)
+
+
+def test_calls_that_are_not_supported():
+    with paged("llama") as kv, paged("t5") as both:
+        for cache in (kv, both):
+            with pytest.raises(NotImplementedError, match="batch_repeat_interleave"):
+                cache.batch_repeat_interleave(2)
+            with pytest.raises(NotImplementedError, match="batch_select_indices"):
+                cache.batch_select_indices(torch.tensor([0]))
+        for call in ("reset", "crop", "reorder_cache"):
+            with pytest.raises(NotImplementedError, match="call it on the cache"):
+                getattr(kv.layers[0], call)()
+        for call in ("offload", "prefetch"):
+            with pytest.raises(NotImplementedError, match="where their manager keeps them"):
+                getattr(kv.layers[0], call)()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: tf.Qwen3NextConfig(num_hidden_layers=4), "'linear_attention'"),
+        (lambda: tf.DeepseekV3Config(num_hidden_layers=2), "latent attention"),
+    ],
+    ids=["recurrent", "latent"],
+)
+def test_models_that_are_not_supported(config, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        KVCoreCache(config())
+
+
+def test_managers_that_do_not_fit():
+    config = configs()["llama"]
+    for other in (typed_manager(T=T, layers=3), opaque_manager(T=T, layers=2)):
+        with other, pytest.raises(ValueError, match=r'manager: layers: .* each "key" and "value"'):
+            KVCoreCache(config, other)
+    with typed_manager(**LLAMA) as manager:
+        with pytest.raises(ValueError, match="num_beams: expected at most manager's 1, got 2"):
+            KVCoreCache(config, manager, num_beams=2)
+        with pytest.raises(ValueError, match="both or neither"):
+            KVCoreEncoderDecoderCache(configs()["t5"], manager)
+    with (
+        typed_manager(max_beam_width=2, **LLAMA) as manager,
+        pytest.raises(ValueError, match="enable_partial_commit: expected False"),
+    ):
+        KVCoreCache(config, manager, num_beams=2)
+    with pytest.raises(ValueError, match="num_beams: expected at least 1, got 0"):
+        KVCoreCache(config, num_beams=0)
+    with pytest.raises(TypeError, match="a KVCacheManager"):
+        KVCoreCache(config, "host")
+    with pytest.raises(ValueError, match="KVCoreEncoderDecoderCache"):
+        KVCoreCache(configs()["t5"])
