@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.control.beams import apply_parents
+from kvcore.control.following import follow
 from kvcore.device.base import Array, Event, Stream
 from kvcore.device.staging import StagingRing
 
@@ -110,15 +110,16 @@ class PendingParents:
     def _follow(self) -> None:
         runtime, step = self._runtime, self._steps.popleft()
         given = step.buffer[: step.buffer.nbytes & -4].view(np.int32)
-        columns = (column.tolist() for column in step.members)
-        for sequence, first, width, shared, blocks in zip(*columns, strict=True):
-            if sequence == GONE:
-                continue
-            words = given[first : first + width].tolist()
-            parents = [p if 0 <= p < width else beam for beam, p in enumerate(words)]
-            apply_parents(runtime.control, sequence, parents, shared, blocks)
-            self._waiting[sequence] -= 1
+        members = step.members
+        open_ones = members.sequences != GONE
+        for width in np.unique(members.width[open_ones]).tolist():
+            chosen = np.flatnonzero(open_ones & (members.width == width))
+            sequences = members.sequences[chosen]
+            parents = given[members.first[chosen][:, None] + np.arange(width)].astype(np.intp)
+            shared, blocks = members.shared[chosen], members.blocks[chosen]
+            follow(runtime.control, sequences, parents, shared, blocks)
+            self._waiting[sequences] -= 1
             if runtime.bound_rows:
-                runtime.bound_rows.refresh(sequence)
+                runtime.bound_rows.refresh_all(sequences)
         if self._ring is not None:
             self._ring.retire(step.buffer, None)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvcore.control.plane import ControlPlane
 from kvcore.control.slots import SlotTable
-from kvcore.ids import NO_SLOT, NO_TICKET, Ticket, div_ceil
+from kvcore.ids import NO_SLOT, Ticket, div_ceil
 from kvcore.plan import PageCopies, Rebinding
 
 Int32 = NDArray[np.int32]
@@ -54,7 +54,8 @@ def plan_rebinding(
         surplus.append(private[len(takers) :].reshape(-1))
         sources = old[donors, group, shared:copied].reshape(-1)
         targets = new[takers, group, shared:copied].reshape(-1)
-        copies.append(PageCopies(group, sources, targets, np.tile(counts, len(takers))))
+        tokens = np.broadcast_to(counts, (len(takers), counts.size)).reshape(-1)
+        copies.append(PageCopies(group, sources, targets, tokens))
     return Rebinding(
         sequence, parents, new, tuple(taken), tuple(surplus), tuple(copies), tuple(tickets)
     )
@@ -62,8 +63,8 @@ def plan_rebinding(
 
 def written_tokens(first: int, end: int, valid_tokens: int, tokens_per_block: int) -> Int32:
     """Tokens before `valid_tokens` in each of blocks `first` to `end - 1`."""
-    left = valid_tokens - np.arange(first, end) * tokens_per_block
-    return np.clip(left, 0, tokens_per_block).astype(np.int32)
+    left = valid_tokens - np.arange(first, end, dtype=np.int32) * tokens_per_block
+    return np.maximum(np.minimum(left, tokens_per_block), 0)
 
 
 def _share_out(parents: tuple[int, ...], width: int) -> tuple[list[int], list[int], list[int]]:
@@ -87,18 +88,20 @@ def publish_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) ->
     """Makes the planned rows the sequence's. Cannot fail. O(beams * blocks that differ)."""
     seqs, sequence = control.seqs, plan.sequence
     old, new = seqs.page_rows(sequence), plan.rows
-    shared = int(seqs.history[sequence]) // seqs.shape.tokens_per_block
+    blocks = new.shape[2]
+    shared = min(int(seqs.history[sequence]) // seqs.shape.tokens_per_block, blocks)
+    seqs.touch(sequence)
+    if len(old) == 1:
+        _first_widening(control, plan, shared, ticket)
+        return
     for group, slots in enumerate(control.slots_of):
         _move_holders(slots, old[:, group, :shared], new[:, group, :shared], ticket)
         slots.release(plan.surplus[group], ticket, distinct=True)
-    if len(old) == 1:
-        seqs.common[sequence] = shared
     _resize_rows(control, sequence, len(new), ticket)
-    seqs.touch(sequence)
     if sequence in seqs.parked:
         seqs.parked[sequence] = new
         return
-    blocks, rows = new.shape[2], seqs.rows[sequence, : len(new)]
+    rows = seqs.rows[sequence, : len(new)]
     changed = seqs.table[rows, :, :blocks] != new
     seqs.table[rows, :, :blocks] = new
     beams, groups, ordinals = np.nonzero(changed)
@@ -106,27 +109,17 @@ def publish_rebinding(control: ControlPlane, plan: Rebinding, ticket: Ticket) ->
     seqs.mark(index, ticket)
 
 
-def apply_parents(
-    control: ControlPlane, sequence: int, parents: list[int], shared: int, blocks: int
-) -> None:
-    """Takes over what a beam step did to the device's rows: the first `blocks` blocks of each.
-
-    Blocks before `shared` were passed by reference, the ones after by the rule of this module; both
-    as they were when the step was prepared. Cannot fail. What no row reaches any more is free at
-    once: the step has run, and whoever read those pages came before it.
-    """
-    if parents == list(range(len(parents))):
-        return
-    seqs = control.seqs
-    rows, first = seqs.rows[sequence, : len(parents)], int(seqs.common[sequence])
-    old = seqs.table[rows, :, first:blocks]
-    takers, _, spare = _share_out(tuple(parents), len(parents))
-    new = old[parents]
-    new[takers, :, shared - first :] = old[spare[: len(takers)], :, shared - first :]
+def _first_widening(control: ControlPlane, plan: Rebinding, shared: int, ticket: Ticket) -> None:
+    """One row becomes several: it stays, and the others are new."""
+    seqs, sequence, more = control.seqs, plan.sequence, len(plan.rows) - 1
     for group, slots in enumerate(control.slots_of):
-        passed = slice(0, shared - first)
-        _move_holders(slots, old[:, group, passed], new[:, group, passed], NO_TICKET)
-    seqs.table[rows, :, first:blocks] = new
+        if shared:
+            slots.hold_distinct(plan.rows[0, group, :shared], more)
+    seqs.common[sequence] = shared
+    _resize_rows(control, sequence, more + 1, ticket)
+    rows, blocks = seqs.rows[sequence, 1 : more + 1], plan.rows.shape[2]
+    seqs.table[rows, :, :blocks] = plan.rows[1:]
+    seqs.mark_blocks(rows, blocks, ticket)
 
 
 def _move_holders(slots: SlotTable, old: Int32, new: Int32, ticket: Ticket) -> None:
