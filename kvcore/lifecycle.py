@@ -36,6 +36,7 @@ class Lifecycle:
         custom_priority_callback: PriorityOf | None = None,
         now: float | None = None,
         stats_excluded: bool = False,
+        text_only: bool | None = None,
     ) -> KVCache:
         """A new sequence: SUSPENDED, width 1, with the pages of the longest known prefix.
 
@@ -59,6 +60,9 @@ class Lifecycle:
             The present moment of the caller's clock, where `retention` has a `ttl`.
         stats_excluded : bool
             Count nothing of it: a warm-up or dummy sequence.
+        text_only : bool, optional
+            Refuse digests among its tokens. Default: the manager's `text_only`, which can't be
+            loosened.
 
         Returns
         -------
@@ -80,11 +84,9 @@ class Lifecycle:
         """
         scope = checked_scope(reuse_scope)
         prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0)
-        image = token_view(
-            "input_tokens",
-            () if input_tokens is None else input_tokens,
-            text_only=self._runtime.config.text_only,
-        )
+        text_only = self._text_only(text_only)
+        given = () if input_tokens is None else input_tokens
+        image = token_view("input_tokens", given, text_only=text_only)
         if prompt is None and input_tokens is not None:
             prompt = len(image) // 4
         entries = as_retention(retention)
@@ -100,11 +102,17 @@ class Lifecycle:
             (sequence,) = runtime.control.seqs.create(1)
             claim = Claim(scope, reuse.epochs(scope))
             claim.retention, claim.priority_of = entries, custom_priority_callback
-            claim.now = now
+            claim.now, claim.text_only = now, text_only
             reuse.claim(sequence, claim, match, length)
             asked = len(image) // 4
             runtime.control.stats.created(sequence, id, prompt, asked, length, stats_excluded)
             return KVCache(runtime, sequence, prompt, id)
+
+    def _text_only(self, wanted: bool | None) -> bool:
+        strict = self._runtime.config.text_only
+        if wanted is False and strict:
+            raise wrong("text_only", "True or None under a text-only manager", False)
+        return strict if wanted is None else wanted
 
     def create_kv_caches(
         self, expected_prompt_lengths: Sequence[int | None], ids: Sequence[object] | None = None
@@ -130,7 +138,8 @@ class Lifecycle:
             reuse, scope = runtime.control.reuse, ReuseScope()
             epochs = reuse.epochs(scope)
             for sequence in sequences:
-                reuse.claims[sequence] = Claim(scope, epochs)
+                text_only = runtime.config.text_only
+                reuse.claims[sequence] = Claim(scope, epochs, text_only=text_only)
             for sequence, prompt, id in zip(sequences, prompts, ids, strict=True):
                 runtime.control.stats.created(sequence, id, prompt, 0, 0, excluded=False)
             return [

@@ -52,12 +52,12 @@ class Publishing(Beams):
         with runtime.lock:
             sequence = self._active("commit")
             self._known("commit")
-            image = token_view("tokens", tokens, text_only=runtime.config.text_only)
+            claim = runtime.control.reuse.claims[sequence]
+            image = token_view("tokens", tokens, text_only=claim.text_only)
             if not image:
                 if is_end:
                     self._stop()
                 return
-            claim = runtime.control.reuse.claims[sequence]
             self._check_commit(claim, len(image) // TOKEN_BYTES)
             self._publish(image, is_end)
 

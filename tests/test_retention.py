@@ -259,6 +259,31 @@ def test_unreachable_pages_are_reclaimed_first():
     assert there(m, a, c) == [8, 8]
 
 
+# -- digests -------------------------------------------------------------------------------------
+
+
+def test_a_sequence_may_be_text_only_and_a_manager_must_not_be_loosened():
+    image = k.gen_multimodal_cache_key_tokens(1_000, bytes(range(32)), 4)
+    m = opaque_manager()
+    seed(m, image)
+    with pytest.raises(ValueError, match="input_tokens"):
+        m.create_kv_cache(input_tokens=image, text_only=True)
+    kv = m.create_kv_cache(text_only=True)
+    kv.resume()
+    kv.resize(8)
+    with pytest.raises(ValueError, match="tokens"):
+        kv.commit(image)
+    kv.commit(fresh(4))
+    strict = opaque_manager(text_only=True)
+    for call in (
+        lambda: strict.create_kv_cache(text_only=False),
+        lambda: strict.create_kv_cache(input_tokens=image),
+        lambda: strict.probe_reuse(input_tokens=image),
+    ):
+        with pytest.raises(ValueError, match="text"):
+            call()
+
+
 # -- order -----------------------------------------------------------------------------------------
 
 

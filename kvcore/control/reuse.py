@@ -63,6 +63,7 @@ class Claim:
     retention: tuple[Retention, ...] = ()
     priority_of: PriorityOf | None = None
     now: float | None = None
+    text_only: bool = False
 
 
 @dataclass(slots=True, eq=False)
