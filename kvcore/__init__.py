@@ -5,6 +5,7 @@ CUDA, TensorRT or PyTorch. `KVCacheManager` is where to begin.
 """
 
 from kvcore.batch import Batch
+from kvcore.batch_tables import BatchTables, IndexMapper, TablePool
 from kvcore.config import (
     AttentionLayerConfig,
     BatchDesc,
@@ -19,6 +20,7 @@ from kvcore.config import (
     SwaScratchReuseConfig,
 )
 from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
+from kvcore.dense import permute_dense
 from kvcore.drops import PlannedDrop
 from kvcore.errors import (
     CacheCapacityError,
@@ -39,6 +41,7 @@ from kvcore.manager import KVCacheManager
 from kvcore.pins import Pin
 from kvcore.pools import AggregatedPageDesc, PoolGroupDesc, StorageStatistics
 from kvcore.prefix import KeyMatch
+from kvcore.reserve import reserve_all
 from kvcore.retention import Retention
 from kvcore.tokens import gen_multimodal_cache_key_tokens
 
@@ -49,6 +52,7 @@ __all__ = [
     "AttentionLayerConfig",
     "Batch",
     "BatchDesc",
+    "BatchTables",
     "BufferConfig",
     "CacheCapacityError",
     "CacheTier",
@@ -57,6 +61,7 @@ __all__ = [
     "Explanation",
     "GpuCacheTierConfig",
     "HostCacheTierConfig",
+    "IndexMapper",
     "InternalError",
     "KVCache",
     "KVCacheDesc",
@@ -82,6 +87,9 @@ __all__ = [
     "Status",
     "StorageStatistics",
     "SwaScratchReuseConfig",
+    "TablePool",
     "gen_multimodal_cache_key_tokens",
+    "permute_dense",
+    "reserve_all",
     "sequence_to_blockchain_keys",
 ]

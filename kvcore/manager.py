@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvcore.batch import Batch
+from kvcore.batch_tables import BatchTables
 from kvcore.checks import LONGEST, as_int, token_counts
 from kvcore.config import KVCacheManagerConfig
 from kvcore.device import open_device
@@ -301,6 +302,16 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             return Batch(
                 runtime, as_int("max_rows", max_rows, 1), as_int("max_tokens", max_tokens, 1)
             )
+
+    def create_batch_tables(self, roles: tuple[str, str] = ("key", "value")) -> BatchTables:
+        """What makes `[pools, rows, 2, blocks]` tables of page indices, K and V, for a batch.
+
+        Raises `ValueError` unless every layer with the first of `roles` has the second one in the
+        same pool, that is of the same size. Give a role twice where K and V are one.
+        """
+        with self._runtime.lock:
+            self._runtime.enter()
+            return BatchTables(self._runtime, roles)
 
     # -- end ---------------------------------------------------------------------------------------
 

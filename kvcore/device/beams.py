@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 from kvcore.device.parts import Array, Int32, Memory, Stream
 
 MAX_BEAMS: Final = 12_000
-"""The widest request that `step_rows` reorders."""
+"""The widest request that `step_rows` and `permute_rows` reorder."""
 
 
 class BeamArrays(NamedTuple):
@@ -137,4 +137,34 @@ class BeamOperations(ABC):
         Host arrays `[pairs]`, copied before the call returns. No slot may be both a source and a
         target, or a target twice. Pairs with a slot outside the pools, or without tokens, are
         skipped.
+        """
+
+    @abstractmethod
+    def permute_rows(
+        self,
+        arrays: Sequence[Array],
+        parents: Array,
+        *,
+        width: int,
+        starts: Array | None = None,
+        tokens: Array | None = None,
+        token_axis: int = 2,
+        stream: Stream,
+    ) -> None:
+        """Puts the rows of dense arrays in the order of their parents, in place.
+
+        For caches without pages. Each array is `[N, ...]` with items of any kind: every row is
+        contiguous, rows may lie apart, and arrays must not overlap. Request r has the rows
+        `[starts[r], starts[r + 1])`, from int32 `starts` `[requests + 1]` on the device, which must
+        not overlap; without it, `width` rows each. A request without rows, of more than `width` or
+        that leaves `[0, N)` is left alone. `parents` int32 `[N]` holds for row i of a request
+        which of its rows i continues, any of them any number of times; an entry outside the
+        request means i itself. In every array::
+
+            new[i] = old[parents[i]]            or, with `tokens` int32 `[requests]`,
+            new[i][:n] = old[parents[i]][:n]    along `token_axis` (0 is that of the rows)
+
+        where n is `tokens` of the request, cut to the axis. Rows that stay are not written. One
+        launch for all arrays whose rows are laid out alike (up to 256 of them), however many
+        layers; a GPU needs no second buffer.
         """

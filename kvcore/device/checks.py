@@ -153,6 +153,61 @@ def check_copy_tails(
     check_beams(beams, sources, kind)
 
 
+def check_permute_rows(
+    arrays: Sequence[Array],
+    parents: Array,
+    width: int,
+    starts: Array | None,
+    tokens: Array | None,
+    token_axis: int,
+    kind: type[Any],
+) -> int:
+    """Checks the arguments of `permute_rows`; gives the number of requests."""
+    if not 1 <= width <= MAX_BEAMS:
+        raise wrong("width", f"1 to {MAX_BEAMS}", width)
+    check_array("parents", parents, kind, INT32, (ANY,))
+    count = int(parents.shape[0])
+    if starts is not None:
+        check_array("starts", starts, kind, INT32, (ANY,))
+        if not starts.shape[0]:
+            raise wrong("starts", "one entry more than requests", 0)
+    elif count % width:
+        raise wrong("width", f"a divisor of the {count} rows", width, "or give starts")
+    requests = count // width if starts is None else int(starts.shape[0]) - 1
+    if tokens is not None:
+        check_array("tokens", tokens, kind, INT32, (requests,))
+        if token_axis < 1:
+            raise wrong("token_axis", "at least 1, behind the axis of rows", token_axis)
+    for array in arrays:
+        _check_dense(array, count, token_axis if tokens is not None else 0, kind)
+    return requests
+
+
+def _check_dense(array: Array, count: int, token_axis: int, kind: type[Any]) -> None:
+    """Checks an array of contiguous rows."""
+    if not isinstance(array, kind):
+        raise wrong_type("arrays", f"{kind.__name__} arrays of this device", array)
+    if array.dtype.hasobject:
+        raise wrong("arrays", "items of plain bytes", str(array.dtype))
+    if not array.ndim or array.shape[0] != count:
+        raise wrong("arrays", f"{count} rows, one per entry of parents", array.shape)
+    if array.ndim <= token_axis:
+        raise wrong("arrays", f"an axis {token_axis} (token_axis)", array.shape)
+    nbytes = array.dtype.itemsize
+    for size, stride in zip(array.shape[:0:-1], array.strides[:0:-1], strict=True):
+        if size > 1 and stride != nbytes and array.size:
+            raise wrong("arrays", "contiguous rows", array.strides, f"shape {array.shape}")
+        nbytes *= size
+    if count > 1 and array.strides[0] < nbytes:
+        raise wrong("arrays", "rows that do not overlap, in ascending order", array.strides)
+
+
+def check_distinct(addresses: Sequence[int]) -> None:
+    """No array may come twice: on a GPU nobody knows what it would hold then."""
+    if len(set(addresses)) < len(addresses):
+        raise wrong("arrays", "each array once", addresses)
+
+
 def check_tails(places: Sequence[TailPlace]) -> None:
     """Checks that the buffers of tails lie in their slots and are whole numbers of tokens."""
     for place in places:

@@ -11,7 +11,14 @@ import numpy as np
 
 from kvcore.device import reference_beams as reference
 from kvcore.device.beams import BeamArrays, BeamOperations, TailBuffers, TailPlace
-from kvcore.device.checks import check_copy_tails, check_pairs, check_step_rows, check_tails
+from kvcore.device.checks import (
+    check_copy_tails,
+    check_distinct,
+    check_pairs,
+    check_permute_rows,
+    check_step_rows,
+    check_tails,
+)
 from kvcore.device.hostmemory import HostMemory, own_memory
 from kvcore.device.parts import Array, Int32, Stream
 from kvcore.device.reference import num_slots
@@ -73,6 +80,22 @@ class HostBeams(BeamOperations):
         places, lists = _backed(buffers), check_pairs(src, dst, tokens)
         check_apart(num_slots([place[:2] for place in places]), *lists[:2])
         self._submit(stream, "copy_tokens", reference.copy_tokens, places, *lists)
+
+    def permute_rows(
+        self,
+        arrays: Sequence[Array],
+        parents: Array,
+        *,
+        width: int,
+        starts: Array | None = None,
+        tokens: Array | None = None,
+        token_axis: int = 2,
+        stream: Stream,
+    ) -> None:
+        args = tuple(arrays), parents, width, starts, tokens, token_axis
+        check_permute_rows(*args, np.ndarray)
+        check_distinct([array.ctypes.data for array in arrays if array.size])
+        self._submit(stream, "permute_rows", reference.permute_rows, *args)
 
 
 def _backed(buffers: TailBuffers) -> list[reference.Place]:

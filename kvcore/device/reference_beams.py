@@ -7,6 +7,7 @@ then `slot_bytes`, `offset`, `nbytes` and `token_bytes` of a `TailPlace`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,3 +88,28 @@ def copy_tokens(places: Sequence[Place], src: Int32, dst: Int32, tokens: Int32) 
         for a, b, count in zip(src[real], dst[real], tokens[real].tolist(), strict=True):
             size = min(count * token_bytes, nbytes) if token_bytes else nbytes
             view[b, :size] = view[a, :size]
+
+
+def permute_rows(
+    arrays: Sequence[NDArray[Any]],
+    parents: Int32,
+    width: int,
+    starts: Int32 | None,
+    tokens: Int32 | None,
+    token_axis: int,
+) -> None:
+    """Rows that continue their parents', request by request."""
+    if starts is None:
+        starts = np.arange(0, len(parents) + 1, width, np.int32)
+    for request, (first, end) in enumerate(
+        zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ):
+        if not (0 <= first < end <= len(parents) and end - first <= width):
+            continue
+        chosen = chosen_parents(parents[first:end], end - first)
+        moved = np.flatnonzero(chosen != np.arange(end - first))
+        for array in arrays:
+            rows = array[first:end]
+            if tokens is not None:
+                rows = np.moveaxis(rows, token_axis, 1)[:, : max(int(tokens[request]), 0)]
+            rows[moved] = rows[chosen[moved]]

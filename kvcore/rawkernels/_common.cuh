@@ -33,7 +33,7 @@ typedef unsigned long long u64;
 
 // Shared memory whose size is a parameter of the launch.
 #ifndef DYNAMIC_SHARED
-#define DYNAMIC_SHARED(NAME) extern __shared__ i32 NAME[]
+#define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) i32 NAME[]
 #endif
 
 // ---- vectors ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import cupy
 from kvcore.device.base import Array, BeamArrays, Int32, Stream, TailBuffers, TailPlace
 from kvcore.device.beams import MAX_BEAMS, BeamOperations
 from kvcore.device.checks import check_pairs, check_step_rows, check_tails
+from kvcore.device.cuda.dense import DenseRows
 from kvcore.device.cuda.driver import Context
 from kvcore.device.cuda.kernels import packing
 from kvcore.device.cuda.launch import USUAL_SHARED, Launch, most_shared
@@ -94,6 +95,7 @@ class CudaBeams(BeamOperations):
 
     context: Context
     _beam_rows: BeamRows
+    _dense_rows: DenseRows
     _stacks: WeakSet[Any]
 
     @cached_property
@@ -136,6 +138,20 @@ class CudaBeams(BeamOperations):
         self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
     ) -> None:
         self._tails(buffers).copy_tokens(check_pairs(src, dst, tokens), as_own(stream))
+
+    def permute_rows(
+        self,
+        arrays: Sequence[Array],
+        parents: Array,
+        *,
+        width: int,
+        starts: Array | None = None,
+        tokens: Array | None = None,
+        token_axis: int = 2,
+        stream: Stream,
+    ) -> None:
+        on = as_own(stream)
+        self._dense_rows(tuple(arrays), parents, width, starts, tokens, token_axis, on)
 
     def _tails(self, buffers: TailBuffers) -> CudaTailBuffers:
         if isinstance(buffers, CudaTailBuffers) and buffers.device is self:

@@ -37,6 +37,7 @@ from kvcore.device.cuda.blocks import (
     trusts_header,
     view,
 )
+from kvcore.device.cuda.dense import DenseRows
 from kvcore.device.cuda.driver import context_of, current_device
 from kvcore.device.cuda.foreign import as_array
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
@@ -356,6 +357,7 @@ class CudaDevice(CudaBeams, Device):
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
         self._beam_rows = BeamRows(self)
+        self._dense_rows = DenseRows(self)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""

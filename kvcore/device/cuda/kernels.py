@@ -20,6 +20,7 @@ MAX_POOLS: Final = 8
 MAX_INLINE: Final = 256
 MAX_DIMS: Final = 9
 MAX_KINDS: Final = 8
+MAX_ARRAYS: Final = 256
 MAX_UNITS: Final = 2**31 - 1
 """Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 
@@ -179,6 +180,19 @@ PAIR_ARGS: Final = _struct(
     ("buffers", TAIL_BUFFERS),
 )
 INLINE_PAIR_ARGS: Final = _struct(("args", PAIR_ARGS), ("lists", np.int32, 3 * MAX_INLINE))
+PERMUTE_ARGS: Final = _struct(
+    *((name, np.uint64) for name in ("parents", "starts", "tokens")),
+    ("row_stride", np.int64),
+    ("num_rows", np.uint32),
+    ("num_requests", np.uint32),
+    ("width", np.uint32),
+    ("segments", np.uint32),
+    ("segment_units", np.uint32),
+    ("token_units", np.uint32),
+    ("shift", np.uint32),
+    ("reserved", np.uint32),
+    ("arrays", np.uint64, MAX_ARRAYS),
+)
 LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
 DELAY_ARGS: Final = _struct(("cycles", np.int64))
 BUSY_ARGS: Final = _struct(("out", np.uint64), ("rounds", np.int64))
@@ -262,9 +276,12 @@ def _beam_sources() -> list[Source]:
         | _sized("copy_tokens_inline", INLINE_PAIR_ARGS)
     )
     rows = {"StepRowsArgs": STEP_ROWS_ARGS}
+    kinds = ("permute_4_rows", "permute_16_rows", "permute_rows")
+    dense = {entry: its for kind in kinds for entry, its in _sized(kind, PERMUTE_ARGS).items()}
     return [
         Source("step_rows", {"step_rows": STEP_ROWS_ARGS}, rows, threads=256),
         Source("copy_tails", entries, tails, threads=256, vectors=4),
+        Source("permute_rows", dense, {"PermuteArgs": PERMUTE_ARGS}, threads=256, vectors=4),
     ]
 
 
