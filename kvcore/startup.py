@@ -61,6 +61,13 @@ def refuse_unbuilt(config: KVCacheManagerConfig) -> None:
         ),
         "host and disk tiers": len(config.cache_tiers) > 1,
         "scratch reuse": config.swa_scratch_reuse is not None,
+        "beams over float4 MLA buffers": config.max_beam_width > 1
+        and any(
+            isinstance(layer, AttentionLayerConfig)
+            and layer.kind == "mla"
+            and any(str(buffer.dtype).startswith("float4") for buffer in layer.buffers)
+            for layer in config.layers
+        ),
         "beam_mode='indirection'": config.beam_mode == "indirection",
     }
     for what, asked in reasons.items():

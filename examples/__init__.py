@@ -1,0 +1,1 @@
+"""Programs that show how kvcore is used; each is also a test."""
