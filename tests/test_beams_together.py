@@ -268,18 +268,6 @@ HALVES = [k.BufferConfig(role=role, size=1024) for role in ("key", "value")]
 @pytest.mark.parametrize(
     ("layer", "settings", "reason"),
     [
-        (
-            k.AttentionLayerConfig(
-                layer_id=0,
-                kind="mla",
-                buffers=[
-                    k.BufferConfig(role="key", size=4 * 8, dtype="float4_e2m1fn", shape=(16,))
-                ],
-            ),
-            {},
-            "float4 MLA",
-            2,
-        ),
         (k.AttentionLayerConfig(layer_id=0, buffers=HALVES, kind="sparse"), {}, "sparse"),
         (
             k.AttentionLayerConfig(layer_id=0, buffers=HALVES, sliding_window_size=8),
@@ -311,6 +299,19 @@ def test_what_is_not_built_is_refused_before_anything_is_allocated(
     )
     with pytest.raises(NotImplementedError, match=reason):
         k.KVCacheManager(config, device=device)
+
+
+def test_beams_over_float4_latents_are_refused_and_one_beam_is_not():
+    latent = k.BufferConfig(role="key", size=4 * 8, dtype="float4_e2m1fn", shape=(16,))
+    settings = {
+        "tokens_per_block": 4,
+        "cache_tiers": [k.GpuCacheTierConfig(quota=1 << 16)],
+        "layers": [k.AttentionLayerConfig(layer_id=0, kind="mla", buffers=[latent])],
+        "enable_partial_commit": False,
+    }
+    k.KVCacheManager(k.KVCacheManagerConfig(**settings), device="host").shutdown()
+    with pytest.raises(NotImplementedError, match="float4 MLA"):
+        k.KVCacheManager(k.KVCacheManagerConfig(**settings, max_beam_width=2), device="host")
 
 
 def test_a_prompt_that_has_not_arrived_is_not_widened():
