@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcore.beam_batch import BeamBatch
 from kvcore.beam_steps import BEAM_WORDS, BeamSteps
 from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 ROWS, STARTS, ENDS = 0, 1, 2
 
 
-class Batch:
+class Batch(BeamBatch):
     """The sequences of one step, on the device, at addresses that never change.
 
     A step is an uncaptured `prepare`, and operations that may lie in a CUDA graph captured on
@@ -126,6 +127,7 @@ class Batch:
             finally:
                 tables.seal(on)
             step.stream = step.last = on
+            step.over = False
             step.changes, step.loans = seqs.changes, runtime.streams.changes
             self._step = step
 
@@ -294,54 +296,6 @@ class Batch:
             runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
             return out
 
-    def step_beams(self, parents: Any, stream: object = None) -> None:
-        """See `KVCacheManager.step_beams`, which holds the lock."""
-        runtime, beams = self._runtime, self._beams
-        if beams is None:
-            raise StateError("step_beams: the manager was made with max_beam_width=1")
-        on = self._on(stream)
-        array = runtime.device.as_array(parents)
-        if array.ndim != 1 or array.shape[0] not in (self.num_rows, self.max_rows):
-            raise wrong("parents", f"int32 [{self.num_rows}]", list(array.shape))
-        captured = runtime.device.is_capturing(on)
-        tables = runtime.device_tables()
-        if not captured:
-            tables.order_behind_last(on)
-        try:
-            beams.enqueue(array, on)
-        finally:
-            if not captured:
-                tables.seal(on)
-        if not captured:
-            self._follow(array, on)
-
-    def finish(self, parents: Any = None, *, stream: object = None) -> None:
-        """Ends a step whose work was replayed from a graph, or runs on another stream.
-
-        Gives the pages back to their sequences' own streams, which wait for this step's work: only
-        needed where the engine goes on with the pages by itself, every change of a sequence does it
-        anyway. With `parents`, of a beam step in the graph that was just replayed on `stream`, lets
-        the host follow it. Enqueues waits and a copy; never blocks. Not for capture in a graph.
-        """
-        runtime = self._runtime
-        with runtime.lock:
-            if parents is not None:
-                on = self._on(stream)
-                runtime.device_tables().seal(on)
-                self._follow(runtime.device.as_array(parents), on)
-            for sequence in [] if self._step is None else self._step.sequences.tolist():
-                runtime.streams.come_home(sequence)
-
-    def _follow(self, parents: Array, on: Stream) -> None:
-        """The host takes over a beam step that was enqueued on `on`; the step is over."""
-        runtime, step, beams = self._runtime, self._step, self._beams
-        if step is None or beams is None:
-            raise StateError("the batch holds no step with beams; call prepare() first")
-        members = beams.members(step)
-        if members.sequences.size:
-            runtime.parents.fetch(parents, members, on)
-            runtime.control.seqs.touch(step.sequences)
-
     def _remember(
         self,
         layers: int | Sequence[int],
@@ -363,7 +317,7 @@ class Batch:
     def _on(self, stream: object) -> Stream:
         """The stream for the next operation, ordered behind all earlier work on the pages."""
         runtime, step = self._runtime, self._step
-        if step is None:
+        if step is None or step.over:
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams

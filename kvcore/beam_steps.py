@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import BeamArrays, TailPlace
-from kvcore.errors import wrong
-from kvcore.ids import LayerGroupId
+from kvcore.ids import NO_TICKET, LayerGroupId
 from kvcore.layout import page_geometry
 from kvcore.parents import Members
 
@@ -44,6 +45,7 @@ class BeamSteps:
         self._sources: Array = runtime.device.empty(rows.shape, np.int32)
         tables = runtime.device_tables()
         groups = range(runtime.control.seqs.shape.num_groups)
+        self._tails = runtime.tails.by_layer_group  # made here: a capture must not
         self._tables = [tables.by_group[group] for group in groups]  # kept: views are checked once
 
     def describe_rows(self, step: Step) -> None:
@@ -69,16 +71,34 @@ class BeamSteps:
         some = np.flatnonzero(widths > 1)
         first = (np.cumsum(widths) - widths)[some].astype(np.intp)
         sequences = step.sequences[some]
-        return Members(sequences, first, widths[some], words[SHARED, first], words[BLOCKS, first])
+        shared, blocks = words[SHARED, first], words[BLOCKS, first]
+        size = self._runtime.control.seqs.shape.tokens_per_block
+        tails = np.maximum(-(-words[VALID, first] // size) - shared, 0)
+        return Members(sequences, first, widths[some], shared, blocks, tails)
+
+    @contextmanager
+    def restored_on_failure(self, step: Step | None) -> Iterator[None]:
+        """Where the host can't follow what was enqueued, the next `prepare` sends its own rows.
+
+        The last blocks of these beams may have been overwritten: what they hold is lost.
+        """
+        try:
+            yield
+        except BaseException:
+            if step is not None:
+                seqs = self._runtime.control.seqs
+                for sequence in self.members(step).sequences.tolist():
+                    rows = seqs.rows[sequence, : seqs.width[sequence]]
+                    seqs.mark_blocks(rows, int(seqs.num_blocks[sequence]), NO_TICKET)
+                seqs.touch(step.sequences)
+            raise
 
     def enqueue(self, parents: Array, stream: Stream) -> None:
         """The launches: rows, then tails by layer group. May be captured."""
         runtime = self._runtime
         device, tables = runtime.device, runtime.device_tables()
-        if getattr(parents, "dtype", None) != np.int32 or parents.ndim != 1:
-            raise wrong("parents", "a one-dimensional int32 array on the device", parents)
         device.step_rows(tables.array, self.arrays, parents, self._sources, stream=stream)
-        for group, buffers in enumerate(runtime.tails.by_layer_group):
+        for group, buffers in enumerate(self._tails):
             device.copy_tails(
                 buffers,
                 self._tables[group],

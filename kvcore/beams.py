@@ -38,7 +38,9 @@ class Beams(Handle):
                 "close or shrink other caches and retry"
             )
 
-    def set_beam_width(self, width: int, parents: Sequence[int] | None = None) -> bool:
+    def set_beam_width(
+        self, width: int, parents: Sequence[int] | None = None, *, block: bool = False
+    ) -> bool:
         """Widens or narrows to `width` beams in one transaction.
 
         Parameters
@@ -48,6 +50,8 @@ class Beams(Handle):
         parents : sequence of int [width], optional
             The old beam that each new one continues; may repeat. Default: growing, old beams stay
             and the new ones continue beam 0; shrinking, the first `width` survive.
+        block : bool
+            As for `KVCache.resize`.
 
         Returns
         -------
@@ -80,7 +84,7 @@ class Beams(Handle):
             if width == old and chosen == tuple(range(old)):
                 return True
             self._check_width_change(width, old)
-            return self._rebind(chosen, self.capacity)
+            return runtime.retry(lambda: self._rebind(chosen, self.capacity), block)
 
     def reorder_beams(self, parents: Sequence[int], *, valid_tokens: int | None = None) -> None:
         """Makes beam i continue what beam `parents[i]` was, for all beams at once.

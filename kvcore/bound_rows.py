@@ -66,8 +66,13 @@ class BoundRows:
                 )
 
     def refresh(self, sequence: int) -> None:
-        """Writes the present page indices of a sequence into its bound rows."""
+        """Writes the present page indices of a sequence into its bound rows.
+
+        A row that its owner made read-only meanwhile stays as it is.
+        """
         for (beam, group), row in self._rows.get(sequence, {}).items():
+            if not row.flags.writeable:
+                continue
             indices = self._seqs.cells_of(sequence, group, beam)
             row[: indices.size] = indices
             row[indices.size :] = NO_SLOT

@@ -204,7 +204,7 @@ class KVCache(Publishing):
                 seqs.set_history_of_one(sequence, history)
             return True
 
-    def fork(self, n: int) -> list[KVCache]:
+    def fork(self, n: int, *, block: bool = False) -> list[KVCache]:
         """Independent active caches that go on from here, for several samples of one prompt.
 
         Full blocks of the history are shared, and so is what was committed. The blocks after are
@@ -215,6 +215,8 @@ class KVCache(Publishing):
         ----------
         n : int
             How many, beside this one.
+        block : bool
+            As for `resize`.
 
         Returns
         -------
@@ -233,7 +235,7 @@ class KVCache(Publishing):
             self._known("fork")
             if self.beam_width != 1:
                 raise StateError("fork: the cache has several beams; set_beam_width(1) first")
-            forks = runtime.fork(sequence, as_int("n", n, 1))
+            forks = runtime.fork(sequence, as_int("n", n, 1), block)
             return [KVCache(runtime, fork, self.expected_prompt_length, self.id) for fork in forks]
 
     # -- page indices ------------------------------------------------------------------------------
@@ -269,7 +271,8 @@ class KVCache(Publishing):
         beam, layer_group : int
             Which row it follows. Widen first, bind second.
         buffer : writable int32 array [at least num_blocks], or None
-            Gets the present indices and -1 beyond, and later changes as they happen. None, or an
+            Gets the present indices and -1 beyond, and later changes as they happen; those of a
+            beam step on the device once its parents have arrived. None, or an
             empty array, fills the row bound before with -1 and lets go of it.
 
         Raises

@@ -268,6 +268,13 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         stream : optional
             Default: `prepare`'s.
 
+        Raises
+        ------
+        StateError
+            The batch holds no step, or the manager was made for one beam.
+        ValueError, TypeError
+            Wrong parents; a batch of another manager.
+
         Notes
         -----
         Rows of the device's page table are permuted, and tails copied where a parent has several
@@ -275,10 +282,15 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         belong to what is copied. Takes no page. May be captured in a graph: then call
         `Batch.finish(parents)` after each replay. The host follows when the parents have arrived,
         one or more steps later, and frees pages then; until then it refuses questions about these
-        caches' rows (`ParentsPending`). Never blocks. The step is over: prepare the next one.
+        caches' rows (`ParentsPending`). Never blocks, but pins memory
+        once in a while. A driver error after the first launch leaves the last blocks of these beams
+        undefined. The step is over: prepare the next one.
         """
         runtime = self._runtime
         with runtime.lock:
+            if not isinstance(batch, Batch) or batch._runtime is not runtime:
+                raise wrong_type("batch", "a Batch of this manager", batch)
+            runtime.refuse_reentry()
             batch.step_beams(parents, stream)
 
     def create_batch(self, max_rows: int, max_tokens: int) -> Batch:

@@ -38,6 +38,8 @@ class Members(NamedTuple):
     width: Int32
     shared: Int32
     blocks: Int32
+    tails: Int32
+    """Private blocks that hold data."""
 
 
 @dataclass(slots=True)
@@ -62,20 +64,27 @@ class PendingParents:
     def __contains__(self, sequence: int) -> bool:
         return self._waiting.item(sequence) > 0
 
-    def fetch(self, parents: Array, members: Members, stream: Stream) -> None:
-        """Enqueues the copy of the parents to the host. Does not block."""
+    def lease(self, count: int) -> NDArray[np.uint8]:
+        """A pinned buffer for `count` parents. May pin memory, so it comes before any launch."""
         if self._ring is None:
             self._ring = StagingRing(self._runtime.device, 4096)
-        nbytes = 4 * parents.shape[0]
-        buffer = self._ring.lease(nbytes)
-        try:
-            target = buffer[:nbytes].view(np.int32)
-            self._runtime.device.fetch(parents, target, stream=stream)
-            event = stream.record()
-        except BaseException:
+        return self._ring.lease(4 * count)
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Returns a leased buffer that no copy was enqueued into."""
+        if self._ring is not None:
             self._ring.retire(buffer, None)
-            raise
-        self._steps.append(_Step(event, buffer, members))
+
+    def fetch(
+        self, parents: Array, buffer: NDArray[np.uint8], members: Members, stream: Stream
+    ) -> None:
+        """Enqueues the copy of the parents into a leased buffer. Does not block."""
+        if not members.sequences.size:
+            self.give_back(buffer)
+            return
+        target = buffer[: 4 * parents.shape[0]].view(np.int32)
+        self._runtime.device.fetch(parents, target, stream=stream)
+        self._steps.append(_Step(stream.record(), buffer, members))
         self._waiting[members.sequences] += 1
 
     def take_arrived(self) -> None:
@@ -117,9 +126,10 @@ class PendingParents:
             sequences = members.sequences[chosen]
             parents = given[members.first[chosen][:, None] + np.arange(width)].astype(np.intp)
             shared, blocks = members.shared[chosen], members.blocks[chosen]
-            follow(runtime.control, sequences, parents, shared, blocks)
+            children = follow(runtime.control, sequences, parents, shared, blocks)
+            runtime.control.stats.stepped(sequences, children * members.tails[chosen])
             self._waiting[sequences] -= 1
-            if runtime.bound_rows:
-                runtime.bound_rows.refresh_all(sequences)
         if self._ring is not None:
             self._ring.retire(step.buffer, None)
+        if runtime.bound_rows:
+            runtime.bound_rows.refresh_all(members.sequences[open_ones])

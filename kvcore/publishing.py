@@ -137,6 +137,9 @@ class Publishing(Beams):
     def _publish(self, tokens: memoryview, is_end: bool) -> None:
         """Commits checked tokens: everything that may fail comes before the first change."""
         runtime, sequence = self._runtime, self._sequence
+        if runtime.bound_rows:
+            blocks = runtime.control.seqs.num_blocks[[sequence]]
+            runtime.bound_rows.check(np.array([sequence]), blocks)
         control, snapshot = runtime.control, runtime.config.commit_min_snapshot and not is_end
         plan = plan_commit(control.reuse, sequence, tokens, with_tail=is_end or snapshot)
         copy = None
@@ -158,7 +161,7 @@ class Publishing(Beams):
             raise
         publish(control.reuse, plan, ready, copy)
         if copy is not None:
-            control.stats.copied(1)
+            control.stats.copied(1, sequence)
         claim, seqs = plan.claim, control.seqs
         claim.stopped = claim.stopped or is_end
         seqs.set_history_of_one(sequence, max(seqs.history.item(sequence), claim.committed))

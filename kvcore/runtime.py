@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -250,19 +251,21 @@ class Runtime:
             slots.release(page, ticket, distinct=True)
         control.stats.copied_loan(sequence, control.reuse.return_loan(sequence))
 
-    def fork(self, sequence: int, count: int) -> list[int]:
+    def fork(self, sequence: int, count: int, block: bool) -> list[int]:
         """`KVCache.fork`: new sequences that are active and bound like `sequence`."""
         control, seqs = self.control, self.control.seqs
         shared, blocks = shared_blocks(control, sequence)
         private = blocks - shared
-        if not control.make_room(count * private, "fork"):
-            raise OutOfPagesError(
-                f"fork: {count} forks need {count * private} private pages per layer group; close "
-                "or shrink other caches and retry"
-            )
         forks = seqs.create(count)
-        fresh = take_private(control, count * private)
+        fresh: Int32 | None = None
         try:
+            room = partial(control.make_room, count * private, "fork")
+            if not self.retry(room, block):
+                raise OutOfPagesError(
+                    f"fork: {count} forks need {count * private} private pages per layer group; "
+                    "close or shrink other caches and retry"
+                )
+            fresh = take_private(control, count * private)
             stream = self.streams.of(sequence)
             after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]
             self.streams.wait_for(sequence, [t for t in after if t is not None])
@@ -271,7 +274,8 @@ class Runtime:
             tokens = np.tile(written_tokens(shared, blocks, capacity, size), count)
             self.copy_blocks(sequence, np.tile(own, count), fresh, tokens)
         except BaseException:
-            control.give_back(fresh, self.streams.moment(sequence))
+            if fresh is not None:
+                control.give_back(fresh, self.streams.moment(sequence))
             for fork in forks:
                 seqs.destroy(fork)
             raise

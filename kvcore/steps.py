@@ -25,6 +25,7 @@ class Step:
     loans: int = 0  # changes of loans, when last compared
     stream: Stream = None  # type: ignore[assignment]  # where it was prepared
     last: Stream = None  # type: ignore[assignment]  # where its newest work runs
+    over: bool = False  # a beam step has ended it
 
 
 class UsualAppend(NamedTuple):

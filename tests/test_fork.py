@@ -7,7 +7,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.host import HostDevice
-from kvcore.testing import check
+from kvcore.testing import FaultError, check, fail_at
 from tests.helpers import opaque_manager, row, typed_manager, used
 
 A = list(range(700, 716))
@@ -140,3 +140,76 @@ def test_what_can_not_be_forked():
     kv.suspend()
     with pytest.raises(k.StateError, match="suspended"):
         kv.fork(1)
+
+
+@pytest.mark.parametrize("last", ["fork", "publisher"])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_pages_that_a_fork_holds_and_another_published_can_be_evicted(last, trimmed):
+    """The fork's claim does not reach them: its kin tell it of the path that it holds."""
+    m = opaque_manager(slots=6)
+    kv = begun(m, 8, 8)
+    (fork,) = kv.fork(1)
+    kv.commit(A[:8])
+    if trimmed:
+        assert kv.resize(16)
+        kv.commit(A[8:16])
+    for each in (kv, fork) if last == "fork" else (fork, kv):
+        each.close()
+        check(m)
+    other = m.create_kv_cache()
+    assert other.resume()
+    assert other.resize(24)
+    assert m.probe_reuse(input_tokens=A) == 0
+    check(m)
+
+
+def test_a_fork_of_a_fork_and_a_suspended_one_hold_what_is_published():
+    m = opaque_manager(slots=8)
+    kv = begun(m, 12, 12)
+    (child,) = kv.fork(1)
+    (grandchild,) = child.fork(1)
+    grandchild.suspend()
+    child.commit(A[:12])
+    for each in (child, kv, grandchild):
+        each.close()
+        check(m)
+    assert m.probe_reuse(input_tokens=A) == 12
+    assert m.get_storage_statistics()[0].evictable == 3
+    m.clear_reusable_blocks()
+    assert used(m) == 0
+
+
+def test_forks_must_agree_on_the_tokens_of_the_pages_they_share():
+    m = opaque_manager()
+    kv = begun(m, 8, 8)
+    (fork,) = kv.fork(1)
+    kv.commit(A[:8])
+    before = (row(fork), used(m))
+    with pytest.raises(k.StateError, match="published already"):
+        fork.commit(A[8:16])
+    assert (row(fork), used(m), fork.num_committed_tokens) == (*before, 0)
+    fork.commit(A[:8])
+    m.close_kv_caches([fork, kv])
+    check(m)
+
+
+@pytest.mark.parametrize("what", ["take", "copy", "record", "wait"])
+def test_whatever_fails_in_a_fork_changes_nothing(what):
+    m = typed_manager(slots=12, layers=1)
+    kv = begun(m, 6, 6)
+    before = used(m)
+    number = 1
+    while True:
+        with fail_at(m, what, number) as fault:
+            try:
+                forks = kv.fork(2)
+            except FaultError:
+                pass
+            else:
+                break
+        assert used(m) == before
+        check(m)
+        number += 1
+        assert number < 20, fault
+    m.close_kv_caches([kv, *forks])
+    check(m)

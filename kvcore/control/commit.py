@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from kvcore.control.node import TOKEN_BYTES
 from kvcore.control.reuse import Claim, PrefixReuse
+from kvcore.control.slots import PUBLISHED
 from kvcore.control.tree import Found
+from kvcore.errors import StateError
 from kvcore.ids import Ticket
 
 Int32 = NDArray[np.int32]
@@ -67,6 +69,8 @@ def plan_commit(
     new_tail = new_tail and not (claim.stopped or claim.borrowed or reuse.is_lost(claim))
     if new_tail and found.known == count:
         new_tail = not reuse.tree.covers(found, tail)
+    own = reuse.own_pages(sequence, claim.blocks, count)
+    _refuse_published(reuse, own[:, found.known :])
     first_new = claim.blocks + found.known
     return CommitPlan(
         sequence=sequence,
@@ -74,12 +78,22 @@ def plan_commit(
         tokens=len(tokens) // TOKEN_BYTES,
         body=body,
         tail=tail,
-        own=reuse.own_pages(sequence, claim.blocks, count),
+        own=own,
         found=found,
         asked=reuse.asked(claim, first_new, count - found.known) if count > found.known else None,
         publishes_tail=new_tail,
         asked_for_tail=reuse.asked(claim, claim.blocks + count, 1) if new_tail else None,
     )
+
+
+def _refuse_published(reuse: PrefixReuse, new: Int32) -> None:
+    """A page has one place in the tree: forks that share it must agree on its tokens."""
+    for slots, pages in zip(reuse.slots_of, new, strict=True):
+        if np.count_nonzero(slots.in_tree[pages] == PUBLISHED):
+            raise StateError(
+                "commit: a page of these blocks is published already, with other tokens, by a "
+                "cache this one was forked from or to; their tokens must be equal there"
+            )
 
 
 def publish(reuse: PrefixReuse, plan: CommitPlan, ready: Ticket, copy: Int32 | None) -> None:
@@ -98,6 +112,7 @@ def publish(reuse: PrefixReuse, plan: CommitPlan, ready: Ticket, copy: Int32 | N
             new, at = plan.own[:, known:], claim.blocks + known
             reuse.prioritise_new(claim, at, new, plan.asked)
             node = reuse.tree.insert(node, inside, at, plan.body[known * step :], new, ready)
+            reuse.tell_kin(plan.sequence, node, at, new)
             inside = claim.blocks + count - node.start
         if known:
             reuse.prioritise_known(claim, claim.blocks, plan.found.pages)

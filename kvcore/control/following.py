@@ -14,7 +14,7 @@ Index = NDArray[np.intp]
 
 def follow(
     control: ControlPlane, sequences: Index, parents: Index, shared: Int32, blocks: Int32
-) -> None:
+) -> Int32:
     """Reorders the rows of sequences of one width W, as the device has done.
 
     Parameters
@@ -27,6 +27,11 @@ def follow(
         As they were when the step was prepared: blocks before `shared` were passed by reference,
         those from there to `blocks` by the rule of `kvcore.control.beams`.
 
+    Returns
+    -------
+    int32 array [n]
+        How many beams are further children of a parent, which got copies of its tail.
+
     Notes
     -----
     Cannot fail. What no row reaches any more is free at once: the step has run, and whoever read
@@ -37,9 +42,11 @@ def follow(
     width = parents.shape[1]
     beams = np.arange(width)
     parents = np.where((parents < 0) | (parents >= width), beams, parents)
+    ordered = np.sort(parents, axis=1)
+    further: Int32 = (ordered[:, 1:] == ordered[:, :-1]).sum(axis=1, dtype=np.int32)
     some = np.flatnonzero((parents != beams).any(axis=1))
     if not some.size:
-        return
+        return further
     sequences, parents, shared, blocks = sequences[some], parents[some], shared[some], blocks[some]
     rows, first = seqs.rows[sequences, :width, None], seqs.common[sequences]
     columns = first[:, None] + np.arange(int((blocks - first).max(initial=0)))
@@ -58,6 +65,7 @@ def follow(
         request, beam, column = np.nonzero(changed)
         where = rows[request, beam, 0], group, columns[request, 0, column]
         seqs.table[where] = new[changed]
+    return further
 
 
 def private_sources(parents: Index) -> Index:

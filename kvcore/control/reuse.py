@@ -64,6 +64,11 @@ class Claim:
     priority_of: PriorityOf | None = None
     now: float | None = None
     text_only: bool = False
+    kin: set[int] | None = None
+    """Forks of one sequence, which may hold pages that another of them publishes later."""
+
+    held: tuple[Node, int] | None = None
+    """A path whose pages it holds beyond its own, published by its kin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,16 +182,36 @@ class PrefixReuse:
 
     def share_claim(self, sequence: int, fork: int, shared: int) -> None:
         """Gives a fork the claim of `sequence`, as far as its first `shared` blocks reach."""
-        claim = replace(self.claims[sequence])
+        origin = self.claims[sequence]
+        kin = origin.kin = {sequence} if origin.kin is None else origin.kin
+        kin.add(fork)
+        claim = self.claims[fork] = replace(origin)
         if claim.blocks > shared:  # a published partial block, of which the fork has a copy
             claim.blocks = shared
             claim.node = None if claim.node is None or not shared else above(claim.node, shared)
-        self.claims[fork] = claim
+
+    def tell_kin(self, sequence: int, node: Node, first: int, pages: Int32) -> None:
+        """Forks that hold `pages`, published from block `first` on, hold a path in the tree."""
+        kin = self.claims[sequence].kin
+        for other in () if kin is None else kin - {sequence}:
+            theirs = self.own_pages(other, first, pages.shape[1])
+            same = (theirs == pages[:, : theirs.shape[1]]).all(axis=0)
+            reach = first + (int(same.argmin()) if not same.all() else same.size)
+            claim = self.claims[other]
+            before = max(claim.blocks, claim.held[1] if claim.held else 0)
+            if reach > before:
+                claim.held = node, reach
 
     def let_go(self, sequence: int) -> None:
         """Forgets a sequence whose pages were released."""
         claim = self.claims.pop(sequence, None)
-        if claim is not None and claim.node is not None:
+        if claim is None:
+            return
+        if claim.kin is not None:
+            claim.kin.discard(sequence)
+        if claim.held is not None and claim.held[1] > claim.blocks:
+            self.tree.let_go(*claim.held)
+        elif claim.node is not None:
             self.tree.let_go(claim.node, claim.blocks)
 
     def return_loan(self, sequence: int) -> bool:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcore.control.sequences import NO_LIMIT, SequenceTable
 
 
@@ -151,7 +154,7 @@ class Statistics:
             seqs.stat_from[fork], seqs.gen_from[fork] = shared, seqs.gen_from[sequence]
             seqs.prompt[fork] = seqs.prompt[sequence]
             self._pending[fork] = _Pending(pending.id, pending.excluded)
-            self.copied(seqs.num_blocks.item(sequence) - shared)
+            self.copied(seqs.num_blocks.item(sequence) - shared, fork)
 
     def admitted(self, sequence: int) -> None:
         """Its first resume succeeded."""
@@ -169,9 +172,15 @@ class Statistics:
             pending.segments.append(_Segment(last, last + 1, 1, missed=int(not offered)))
             self.copied(1)
 
-    def copied(self, blocks: int) -> None:
-        """So many blocks were copied on the device."""
+    def stepped(self, sequences: NDArray[np.intp], blocks: NDArray[np.int32]) -> None:
+        """A beam step copied so many blocks of each sequence."""
         if self.enabled:
+            counted = [self._counts(sequence) is not None for sequence in sequences.tolist()]
+            self.copied(int(blocks[counted].sum()))
+
+    def copied(self, blocks: int, sequence: int | None = None) -> None:
+        """So many blocks were copied on the device, for a sequence that may be excluded."""
+        if self.enabled and (sequence is None or self._counts(sequence) is not None):
             for counts, nbytes in zip(self.iteration, self._slot_bytes, strict=True):
                 counts.intra_device_copy_blocks += blocks
                 counts.intra_device_copy_bytes += blocks * nbytes
@@ -186,7 +195,7 @@ class Statistics:
         Beams that were added have private pages from block `shared` on; those of removed beams are
         taken back as far as they were not reported.
         """
-        self.copied(copied)
+        self.copied(copied, sequence)
         pending = self._counts(sequence)
         if pending is None or width == before:
             return
