@@ -34,7 +34,9 @@ FULL = (4095,) * 8  # 31 tokens in the last block: 93 MiB for all further childr
 WIDE = 5_000, 5, 128  # beams, prompt, further tokens
 LONG = 3_072, 4_096  # prompt, all tokens
 
-STEP_BAR, TAIL_BAR = 30.0, 0.85
+DENSE_ROWS, DENSE_TOKENS = 32, 4096  # of a cache without pages: 16 GiB
+
+STEP_BAR, TAIL_BAR, DENSE_BAR = 30.0, 0.85, 0.9
 EXPAND_BAR, EXPAND_HOST_BAR, HOST_BAR = 20.0, 60.0, 150.0
 PAGES_BAR = 0.45
 RIVAL = "transformers' DynamicCache.reorder_cache"
@@ -115,6 +117,47 @@ def bench_full_tails(device: Any) -> Results:
         name = f"beam step, all parents equal, {nbytes >> 20} MiB of tails"
         yield bandwidth(name, replays.time(equal), nbytes, limit, nbytes, TAIL_BAR)
         replays.search.close()
+
+
+def derangements(width: int, count: int) -> np.ndarray:
+    """Random parents of `DENSE_ROWS` rows: permutations that leave none where it is."""
+    rng, own = np.random.default_rng(9), np.arange(width)
+    found: list[np.ndarray] = []
+    while len(found) < count * DENSE_ROWS // width:
+        drawn = rng.permutation(width)
+        if (drawn != own).all():
+            found.append(drawn)
+    return np.array(found, np.int32).reshape(count, DENSE_ROWS)
+
+
+def bench_dense_rows(device: Any) -> Results:
+    """In place, all layers in one launch, against a memcpy of half the cache to the other half."""
+    with Bench(device) as bench:
+        model = Model()
+        shape = 2 * model.layers, DENSE_ROWS, model.heads, DENSE_TOKENS, model.dim
+        memory = bench.reserve(2 * int(np.prod(shape)))
+        arrays = list(memory.array(np.uint16, shape))
+        half = memory.nbytes // 2
+        limit = bench.behind(lambda: bench.memcpy(memory.base + half, memory.base, half), 20)
+        for width, tokens in ((WIDTH, DENSE_TOKENS), (WIDTH, 1000), (8, 4096), (32, 4096)):
+            given = cycle([bench.put(row) for row in derangements(width, 8)])
+            counts = bench.put(np.full(DENSE_ROWS // width, tokens, np.int32))
+
+            def permute(width: int = width, counts: Any = counts, given: Any = given) -> None:
+                device.permute_rows(
+                    arrays, next(given), width=width, tokens=counts, stream=bench.stream
+                )
+
+            nbytes = 2 * int(np.prod(shape)) // DENSE_TOKENS * tokens
+            name = f"dense rows, {DENSE_ROWS // width} x {width} beams, {tokens:,} tokens"
+            yield bandwidth(name, bench.behind(permute, 20), nbytes, limit, half, DENSE_BAR)
+        own = bench.put(np.tile(np.arange(WIDTH, dtype=np.int32), DENSE_ROWS // WIDTH))
+
+        def stay() -> None:
+            device.permute_rows(arrays, own, width=WIDTH, stream=bench.stream)
+
+        yield latency("device: dense rows, nobody moves", bench.cold(stay, REPLAYS, lead=True))
+        yield latency("host: dense rows", bench.host(stay))
 
 
 def bench_rival(_: Any) -> Results:

@@ -208,6 +208,25 @@ def check_distinct(addresses: Sequence[int]) -> None:
         raise wrong("arrays", "each array once", addresses)
 
 
+def check_step_indirection(
+    indirection: Array,
+    parents: Array,
+    starts: Array,
+    ends: Array,
+    widths: Array | None,
+    kind: type[Any],
+) -> None:
+    """Checks the arguments of `step_indirection`."""
+    check_array("indirection", indirection, kind, INT32, (ANY, ANY, ANY), strided=True)
+    requests, beams, _ = indirection.shape
+    if beams > MAX_BEAMS:
+        raise wrong("indirection", f"at most {MAX_BEAMS} beams", beams)
+    check_array("parents", parents, kind, INT32, (requests, beams))
+    for name, array in (("starts", starts), ("ends", ends), ("widths", widths)):
+        if array is not None or name != "widths":
+            check_array(name, array, kind, INT32, (requests,))
+
+
 def check_tails(places: Sequence[TailPlace]) -> None:
     """Checks that the buffers of tails lie in their slots and are whole numbers of tokens."""
     for place in places:

@@ -7,6 +7,7 @@ then `slot_bytes`, `offset`, `nbytes` and `token_bytes` of a `TailPlace`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,8 @@ def permute_rows(
 ) -> None:
     """Rows that continue their parents', request by request."""
     if starts is None:
-        starts = np.arange(0, len(parents) + 1, width, np.int32)
-    for request, (first, end) in enumerate(
-        zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-    ):
+        starts = np.arange(0, len(parents) + 1, width, dtype=np.int32)
+    for request, (first, end) in enumerate(pairwise(starts.tolist())):
         if not (0 <= first < end <= len(parents) and end - first <= width):
             continue
         chosen = chosen_parents(parents[first:end], end - first)
@@ -113,3 +112,20 @@ def permute_rows(
             if tokens is not None:
                 rows = np.moveaxis(rows, token_axis, 1)[:, : max(int(tokens[request]), 0)]
             rows[moved] = rows[chosen[moved]]
+
+
+def step_indirection(
+    indirection: Int32, parents: Int32, starts: Int32, ends: Int32, widths: Int32 | None
+) -> None:
+    """Indirections that continue their parents', and the parents at this step's position."""
+    _, beams, positions = indirection.shape
+    for request, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if end < 0:
+            continue
+        width = beams if widths is None else int(np.clip(widths[request], 0, beams))
+        chosen = chosen_parents(parents[request, :width], width)
+        mine = indirection[request, :width]
+        moved = slice(max(start, 0), end)
+        mine[:, moved] = mine[chosen, moved]
+        if end < positions:
+            mine[:, end] = chosen

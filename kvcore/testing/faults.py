@@ -27,6 +27,8 @@ LAUNCH: Final = (
     "copy_tokens",
     "copy_tails",
     "step_rows",
+    "permute_rows",
+    "step_indirection",
     "fetch",
     "fill_pages",
     "from_host",

@@ -16,6 +16,8 @@ run on arrays of any device.
 from __future__ import annotations
 
 from tests.device.battery_beams import RowTests
+from tests.device.battery_dense import DenseTests
+from tests.device.battery_indirection import IndirectionTests
 from tests.device.battery_memory import MemoryTests
 from tests.device.battery_pages import PageTests
 from tests.device.battery_stacks import StackTests
@@ -23,5 +25,14 @@ from tests.device.battery_tables import TableTests
 from tests.device.battery_tails import TailTests
 
 
-class Battery(MemoryTests, TableTests, StackTests, PageTests, RowTests, TailTests):
+class Battery(
+    MemoryTests,
+    TableTests,
+    StackTests,
+    PageTests,
+    RowTests,
+    TailTests,
+    DenseTests,
+    IndirectionTests,
+):
     """All of it."""

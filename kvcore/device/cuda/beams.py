@@ -14,6 +14,7 @@ from kvcore.device.beams import MAX_BEAMS, BeamOperations
 from kvcore.device.checks import check_pairs, check_step_rows, check_tails
 from kvcore.device.cuda.dense import DenseRows
 from kvcore.device.cuda.driver import Context
+from kvcore.device.cuda.indirection import Indirections
 from kvcore.device.cuda.kernels import packing
 from kvcore.device.cuda.launch import USUAL_SHARED, Launch, most_shared
 from kvcore.device.cuda.memory import own_memory
@@ -94,9 +95,13 @@ class CudaBeams(BeamOperations):
     """The contract on one GPU."""
 
     context: Context
-    _beam_rows: BeamRows
-    _dense_rows: DenseRows
     _stacks: WeakSet[Any]
+
+    def _prepare_beams(self, device: CudaDevice) -> None:
+        """Launches of the present tunings."""
+        self._beam_rows = BeamRows(device)
+        self._dense_rows = DenseRows(device)
+        self._indirections = Indirections(device)
 
     @cached_property
     def num_processors(self) -> int:
@@ -152,6 +157,18 @@ class CudaBeams(BeamOperations):
     ) -> None:
         on = as_own(stream)
         self._dense_rows(tuple(arrays), parents, width, starts, tokens, token_axis, on)
+
+    def step_indirection(
+        self,
+        indirection: Array,
+        parents: Array,
+        starts: Array,
+        ends: Array,
+        *,
+        widths: Array | None = None,
+        stream: Stream,
+    ) -> None:
+        self._indirections(indirection, parents, starts, ends, widths, as_own(stream))
 
     def _tails(self, buffers: TailBuffers) -> CudaTailBuffers:
         if isinstance(buffers, CudaTailBuffers) and buffers.device is self:

@@ -27,7 +27,7 @@ from kvcore.device.base import (
 )
 from kvcore.device.checks import check_fetch, check_ids, check_places
 from kvcore.device.cuda import launch as launching
-from kvcore.device.cuda.beams import BeamRows, CudaBeams
+from kvcore.device.cuda.beams import CudaBeams
 from kvcore.device.cuda.blocks import (
     Block,
     address,
@@ -37,7 +37,6 @@ from kvcore.device.cuda.blocks import (
     trusts_header,
     view,
 )
-from kvcore.device.cuda.dense import DenseRows
 from kvcore.device.cuda.driver import context_of, current_device
 from kvcore.device.cuda.foreign import as_array
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
@@ -356,8 +355,7 @@ class CudaDevice(CudaBeams, Device):
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
-        self._beam_rows = BeamRows(self)
-        self._dense_rows = DenseRows(self)
+        self._prepare_beams(self)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""

@@ -193,6 +193,13 @@ PERMUTE_ARGS: Final = _struct(
     ("reserved", np.uint32),
     ("arrays", np.uint64, MAX_ARRAYS),
 )
+INDIRECTION_ARGS: Final = _struct(
+    ("cells", np.uint64),
+    ("request_stride", np.int64),
+    ("beam_stride", np.int64),
+    *((name, np.uint64) for name in ("parents", "starts", "ends", "widths")),
+    *((name, np.uint32) for name in ("num_requests", "num_beams", "num_positions", "shift")),
+)
 LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
 DELAY_ARGS: Final = _struct(("cycles", np.int64))
 BUSY_ARGS: Final = _struct(("out", np.uint64), ("rounds", np.int64))
@@ -281,6 +288,12 @@ def _beam_sources() -> list[Source]:
     return [
         Source("step_rows", {"step_rows": STEP_ROWS_ARGS}, rows, threads=256),
         Source("copy_tails", entries, tails, threads=256, vectors=4),
+        Source(
+            "step_indirection",
+            {"step_indirection": INDIRECTION_ARGS},
+            {"IndirectionArgs": INDIRECTION_ARGS},
+            threads=256,
+        ),
         Source("permute_rows", dense, {"PermuteArgs": PERMUTE_ARGS}, threads=256, vectors=4),
     ]
 
