@@ -71,7 +71,7 @@ class Search:
 
     def step(self, parents, stream=None):
         """One token for every beam, then the parents."""
-        assert self.m.advance(self.kvs, 1)
+        assert self.m.advance(self.kvs, 1, block=True)
         self.batch.prepare(self.kvs, 1, stream=stream)
         new = self.values(sum(self.widths))
         self.append(new)

@@ -65,7 +65,7 @@ class BeamRows:
         strides = [stride // WORD for stride in table.strides[:2]]
         ids = (*beams[:5], parents, sources)
         pointers = [array.data.ptr for array in ids]
-        counts = num_rows, blocks, count, parents.size, width, cells
+        counts = num_rows, blocks if groups else 0, count, parents.size, width, cells
         busy = max(count * groups, 1)
         slices = max(1, min(MOST_SLICES, 4 * self._device.num_processors // busy))
         grid = count, max(groups, 1), slices
