@@ -1,9 +1,8 @@
 // Rows of dense arrays in a new order, in place and without a second buffer: row i of a request
 // becomes what row parents[i] was.
 //
-// A thread reads its own bytes of all rows that change, each from the row's parent, before it writes
-// any of them; nobody else ever touches those bytes. Requests of few rows keep them in registers;
-// for wider ones a block keeps a tile of them in shared memory.
+// A block reads its own columns of all rows that change, each from the row's parent, into shared
+// memory before it writes any of them; nobody else ever touches those bytes.
 //
 // grid.x: any number, shares out a row; grid.y: any number, requests; grid.z: arrays.
 
@@ -20,7 +19,7 @@ struct PermuteArgs {
     u32 segments;        // of a row: what the axes before the tokens span
     u32 segment_units;   // units of a segment; segments * segment_units < 2^31
     u32 token_units;     // units of a token; 0 if `tokens` is null
-    u32 shift;           // log2 of the columns of a tile; for many rows
+    u32 shift;           // log2 of the columns of a tile
     u32 reserved;
     u8* arrays[MAX_ARRAYS];
 };
@@ -75,34 +74,6 @@ template <typename T> __device__ __forceinline__ void store_new(u8* address, con
     store(reinterpret_cast<u64>(address), value);
 }
 
-template <int BYTES, int ROWS>
-__device__ __forceinline__ void permute_few(const PermuteArgs& a) {
-    typedef typename Unit<BYTES>::type Vector;
-    for (u32 request = blockIdx.y; request < a.num_requests; request += gridDim.y) {
-        const Rows rows = rows_of(a, request);
-        u32 from[ROWS];
-        bool any = false;
-#pragma unroll
-        for (u32 i = 0; i < ROWS; ++i) {
-            from[i] = i < rows.width ? parent_of(a, rows, i) : i;
-            any |= from[i] != i;
-        }
-        const u32 columns = any ? a.segments * rows.live : 0;
-        for (u32 c = blockIdx.x * THREADS + threadIdx.x; c < columns; c += gridDim.x * THREADS) {
-            u8* const at = a.arrays[blockIdx.z] + offset_of<BYTES>(a, rows, c);
-            Vector data[ROWS];
-#pragma unroll
-            for (u32 i = 0; i < ROWS; ++i) {
-                if (from[i] != i) data[i] = load_old<Vector>(at + from[i] * a.row_stride);
-            }
-#pragma unroll
-            for (u32 i = 0; i < ROWS; ++i) {
-                if (from[i] != i) store_new(at + i * a.row_stride, data[i]);
-            }
-        }
-    }
-}
-
 // What a block keeps in dynamic shared memory: columns of all rows, then the parents.
 template <typename Vector> struct Tile {
     const PermuteArgs& a;
@@ -147,7 +118,7 @@ template <typename Vector> struct Tile {
 };
 
 template <int BYTES>
-__device__ __forceinline__ void permute_many(const PermuteArgs& a, i32* words) {
+__device__ __forceinline__ void permute(const PermuteArgs& a, i32* words) {
     typedef typename Unit<BYTES>::type Vector;
     __shared__ i32 any;
     u16* const from = reinterpret_cast<u16*>(words) + ((a.width << a.shift) * BYTES + 1) / 2;
@@ -175,12 +146,10 @@ __device__ __forceinline__ void permute_many(const PermuteArgs& a, i32* words) {
     }
 }
 
-#define PERMUTE(BYTES)                                                      \
-    KERNEL(permute_4_rows_##BYTES, PermuteArgs) { permute_few<BYTES, 4>(a); }   \
-    KERNEL(permute_16_rows_##BYTES, PermuteArgs) { permute_few<BYTES, 16>(a); } \
-    KERNEL(permute_rows_##BYTES, PermuteArgs) {                             \
-        DYNAMIC_SHARED(words);                                              \
-        permute_many<BYTES>(a, words);                                      \
+#define PERMUTE(BYTES)                          \
+    KERNEL(permute_rows_##BYTES, PermuteArgs) { \
+        DYNAMIC_SHARED(words);                  \
+        permute<BYTES>(a, words);               \
     }
 PERMUTE(16)
 PERMUTE(8)

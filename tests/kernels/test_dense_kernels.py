@@ -47,9 +47,9 @@ def wild_parents(rng, widths):
     return found.astype(np.int32)
 
 
-def run(kernels, dense, entry, grid, shared, **fields):
+def run(kernels, dense, grid, shared, **fields):
     fields = dense.pointers(dense.fields | fields)
-    kernels.run("permute_rows", f"{entry}_{dense.unit}", grid, shared, **fields)
+    kernels.run("permute_rows", f"permute_rows_{dense.unit}", grid, shared, **fields)
 
 
 def room(width, unit, shift):
@@ -74,28 +74,25 @@ def test_permute_rows(kernels, rng, widths, token_bytes, some_tokens):
         }  # fmt: skip
         if some_tokens:
             fields |= {"tokens": tokens.address, "token_units": token_bytes // dense.unit}
-        entries = [(f"permute_{few}_rows", 0, 0) for few in (4, 16) if most <= few]
-        entries.append(("permute_rows", room(most, dense.unit, shift), shift))
         given = starts.array, tokens.array if some_tokens else None, 2
-        for entry, shared, columns in entries:
-            compare(
-                [*dense.guarded, parents, starts, tokens],
-                partial(run, kernels, dense, entry, (x, y, 2), shared, shift=columns, **fields),
-                partial(reference.permute_rows, dense.arrays, parents.array, most, *given),
-            )
+        shared = room(most, dense.unit, shift)
+        compare(
+            [*dense.guarded, parents, starts, tokens],
+            partial(run, kernels, dense, (x, y, 2), shared, shift=shift, **fields),
+            partial(reference.permute_rows, dense.arrays, parents.array, most, *given),
+        )
 
 
 @pytest.mark.parametrize("width", [2, 4, 12, 35])
 def test_requests_of_one_width(kernels, rng, width):
-    few = 4 if width <= 4 else 16
-    entry, shift = ("permute_rows", 3) if width > 16 else (f"permute_{few}_rows", 0)
+    shift = 3
     dense = Dense(rng, 3 * width, 16, 16)
     parents = int32(rng, wild_parents(rng, [width] * 3))
     fields = {"parents": parents.address, "width": width, "num_requests": 3, "shift": shift}
-    shared = room(width, dense.unit, shift) if width > 16 else 0
+    shared = room(width, dense.unit, shift)
     compare(
         [*dense.guarded, parents],
-        partial(run, kernels, dense, entry, (2, 3, 2), shared, **fields),
+        partial(run, kernels, dense, (2, 3, 2), shared, **fields),
         partial(reference.permute_rows, dense.arrays, parents.array, width, None, None, 2),
     )
 
@@ -103,17 +100,16 @@ def test_requests_of_one_width(kernels, rng, width):
 @pytest.mark.parametrize(
     "starts", [(-1, 3, 6), (0, 3, 11), (0, 7, 7), (4, 2, 5), (0, 2**31 - 1, -9)]
 )
-@pytest.mark.parametrize("entry", ["permute_4_rows", "permute_rows"])
-def test_wild_starts_never_leave_the_arrays(kernels, rng, starts, entry):
+def test_wild_starts_never_leave_the_arrays(kernels, rng, starts):
     dense = Dense(rng, 10, 16, 16)
     parents = int32(rng, wild_parents(rng, [4, 4, 2]))
     starts = int32(rng, starts)
     fields = {
         "parents": parents.address, "starts": starts.address, "width": 4, "num_requests": 2,
     }  # fmt: skip
-    shared = room(4, dense.unit, 0) if entry == "permute_rows" else 0
+    shared = room(4, dense.unit, 0)
     compare(
         [*dense.guarded, parents, starts],
-        partial(run, kernels, dense, entry, (2, 2, 2), shared, **fields),
+        partial(run, kernels, dense, (2, 2, 2), shared, **fields),
         partial(reference.permute_rows, dense.arrays, parents.array, 4, starts.array, None, 2),
     )

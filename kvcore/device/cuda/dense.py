@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from kvcore.device.cuda.device import CudaDevice
 
 HEAD: Final = "<QQQqIIIIIIII"
-FEW: Final = (4, 16)
-"""Rows of a request that kernels keep in registers."""
-MOST_SHIFT: Final = 7  # 2 KiB of a row in a tile
-PER_PROCESSOR: Final = 256
+MOST_SHIFT: Final = 8  # 4 KiB of a row in a tile
+PER_PROCESSOR: Final = 1024
 """Blocks of a grid for each multiprocessor: the last ones to end are a small part of the work."""
 MAX_Y: Final = 65_535
 TILE_ROOM: Final = 1 << 10  # bytes of shared memory beside tile and parents
@@ -113,10 +111,6 @@ class DenseRows:
 
     def _launch(self, width: int, unit: int) -> tuple[Launch, int, int]:
         """The launch for requests up to a width; the columns of a block, and their logarithm."""
-        source = self._device.source("permute_rows")
-        for rows in FEW:
-            if width <= rows:
-                return self._made(f"permute_{rows}_rows_{unit}", 0), source.threads, 0
         shift, shared = MOST_SHIFT, self._shared(width, unit, MOST_SHIFT)
         while shift and shared > USUAL_SHARED:
             shift -= 1

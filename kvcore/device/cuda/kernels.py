@@ -283,8 +283,7 @@ def _beam_sources() -> list[Source]:
         | _sized("copy_tokens_inline", INLINE_PAIR_ARGS)
     )
     rows = {"StepRowsArgs": STEP_ROWS_ARGS}
-    kinds = ("permute_4_rows", "permute_16_rows", "permute_rows")
-    dense = {entry: its for kind in kinds for entry, its in _sized(kind, PERMUTE_ARGS).items()}
+    dense = _sized("permute_rows", PERMUTE_ARGS)
     return [
         Source("step_rows", {"step_rows": STEP_ROWS_ARGS}, rows, threads=256),
         Source("copy_tails", entries, tails, threads=256, vectors=4),
