@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.control.node import NOT_WAITING, Node
+from kvcore.control.node import GONE, NOT_WAITING, Node
 from kvcore.control.pieces import SortedPieces
 from kvcore.control.slots import SlotTable
 
@@ -30,9 +30,6 @@ class EvictionQueue:
         self._slots = slots
         self._order: SortedPieces[int, Node] = SortedPieces()
         self._by_last: dict[int, Node] | None = None  # by the slot of their last block, once asked
-
-    def __bool__(self) -> bool:
-        return bool(self._order)
 
     def offer(self, node: Node) -> None:
         """Lets `node` wait if its last block can go. O(sqrt n)."""
@@ -60,15 +57,13 @@ class EvictionQueue:
         elif self._by_last is not None:
             self._by_last[slot] = node
 
-    def first(self) -> Node:
-        """The node whose last block goes next. There is one."""
+    def first(self) -> Node | None:
+        """The node whose last block goes next; None if nobody waits."""
         return self._order.first()
 
-    def take_first(self) -> Node:
-        """`first`, which waits no longer."""
-        node = self._order.pop_first()
-        node.waiting = NOT_WAITING
-        return node
+    def take_first(self) -> None:
+        """`first` waits no longer, because it is gone."""
+        self._order.pop_first().waiting = GONE
 
     def with_last_in(self, slots: NDArray[np.int32]) -> list[Node]:
         """The waiting nodes whose last block is in one of some slots. O(tips) the first time."""

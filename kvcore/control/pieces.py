@@ -42,9 +42,9 @@ class SortedPieces(Generic[Key, Value]):
         for piece in self._values:
             yield from piece
 
-    def first(self) -> Value:
-        """The value of the smallest key. There is one."""
-        return self._values[0][0]
+    def first(self) -> Value | None:
+        """The value of the smallest key; None if there is no key."""
+        return self._values[0][0] if self._values else None
 
     def put(self, key: Key, value: Value) -> None:
         """Adds a key, or gives one that is there another value."""

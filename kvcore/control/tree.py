@@ -270,16 +270,16 @@ class PrefixTree:
         Amortised O(sqrt(tips)) per run, O(1) per further block of a run.
         """
         left, queue = count, self.queue
-        while left and queue:
-            node = queue.first()
+        while left and (node := queue.first()) is not None:
             blocks = 1 if node.size == 1 else queue.tail(node, left)
             left -= blocks
             if blocks < node.size:
                 self._trim(node, blocks, pressure)
             elif blocks > 1:
-                self._free(self._remove_first(pressure).run)
+                self._remove_first(node, pressure)
+                self._free(node.run)
             else:
-                self._remove_first(pressure)
+                self._remove_first(node, pressure)
                 for group, slots in enumerate(self.slots_of):
                     slots.withdraw_one(node.slots.item(group, 0))
         return count - left
@@ -299,15 +299,13 @@ class PrefixTree:
         self._free(node.trim(count, self.block_bytes))
         self.queue.requeue(node)
 
-    def _remove_first(self, pressure: Pressure) -> Node:
+    def _remove_first(self, node: Node, pressure: Pressure) -> None:
         """Takes the first tip of the line away; its slots are still marked as in the tree."""
-        node = self.queue.first()
         if self.listener is not None and not node.root.stale:
             self.listener.removed(self.keys.backwards(node, 0), None)
         self.queue.take_first()
         parent: Node = node.parent  # type: ignore[assignment]  # it is no root
         first = bytes(node.tokens if node.size == 1 else node.tokens[: self.block_bytes])
-        node.waiting = GONE
         parent.drop(node, first)
         self.ghosts.remember(parent, node.start, first, pressure)
         if not parent.children:
@@ -315,7 +313,6 @@ class PrefixTree:
                 self.queue.offer(parent)
             else:
                 self._forget_root(parent.root)
-        return node
 
     def _forget_root(self, root: Root) -> None:
         root.waiting = GONE
@@ -350,8 +347,9 @@ class PrefixTree:
 
     def clear(self, pressure: Pressure) -> None:
         """Takes every page away. Nobody holds one."""
-        while self.queue:
-            self._free(self._remove_first(pressure).run)
+        while (node := self.queue.first()) is not None:
+            self._remove_first(node, pressure)
+            self._free(node.run)
 
 
 def above(node: Node, at: int) -> Node:
