@@ -10,7 +10,6 @@ count what a step copies: the tokens of each further child's last block, in all 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import cupy
 import numpy as np
 
 from bench.beam_search import Model, Search, T
-from bench.gpu import Bench, Times, bandwidth, latency
+from bench.gpu import Bench, Times, bandwidth, latency, sweep_main, tuning_label
 from bench.harness import Case, Result
 from kvcore.device.cuda import tails
 
@@ -334,7 +333,7 @@ def sweep(device: Any, wanted: str) -> None:
             replays = Replays(bench, lengths)
             for kernel in ("step_rows", "copy_tails"):
                 if wanted in kernel:
-                    print(f"\n{kernel}, {name}; now {label(device.source(kernel))}")
+                    print(f"\n{kernel}, {name}; now {tuning_label(device.source(kernel))}")
                     sweep_one(replays, kernel, parents)
             replays.search.close()
 
@@ -350,7 +349,7 @@ def sweep_one(replays: Replays, kernel: str, parents: np.ndarray) -> None:
             device.retune(tuned)
             replays.recapture()
             times = replays.time(parents, 60)
-        found.append((times.median, times.p90, label(tuned), blocks))
+        found.append((times.median, times.p90, tuning_label(tuned), blocks))
     device.retune(usual)
     replays.recapture()
     print("| step, µs | p90 | tuning | blocks a processor |\n|---:|---:|---|---:|")
@@ -358,20 +357,5 @@ def sweep_one(replays: Replays, kernel: str, parents: np.ndarray) -> None:
         print(f"| {median:.2f} | {p90:.2f} | {tuning} | {blocks} |")
 
 
-def label(source: Any) -> str:
-    return f"{source.threads} x {source.vectors}, stream_stores={source.stream_stores}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser("bench.beams")
-    parser.add_argument("--sweep", action="store_true", required=True)
-    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
-    options = parser.parse_args()
-    from kvcore.device import open_device
-
-    sweep(open_device("cuda"), options.filter)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(sweep_main("bench.beams", sweep))

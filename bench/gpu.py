@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,3 +209,22 @@ def latency(
         "ok": None if bar is None else times.median <= bar,
         "meta": {"p10": times.p10, "p90": times.p90},
     }
+
+
+# -- sweeps of a kernel's tuning -------------------------------------------------------------------
+
+
+def tuning_label(source: Any) -> str:
+    return f"{source.threads} x {source.vectors}, stream_stores={source.stream_stores}"
+
+
+def sweep_main(name: str, sweep: Callable[[Any, str], None]) -> int:
+    """The command `python -m NAME --sweep [--filter TEXT]`."""
+    parser = argparse.ArgumentParser(name)
+    parser.add_argument("--sweep", action="store_true", required=True)
+    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
+    options = parser.parse_args()
+    from kvcore.device import open_device
+
+    sweep(open_device("cuda"), options.filter)
+    return 0

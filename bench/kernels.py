@@ -10,7 +10,6 @@ are launches, see the latencies and `bench.streams`.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu import GIB, MIB, Bench, Times, bandwidth, latency, model_geometry
+from bench.gpu import (
+    GIB,
+    MIB,
+    Bench,
+    Times,
+    bandwidth,
+    latency,
+    model_geometry,
+    sweep_main,
+    tuning_label,
+)
 
 KIB = 1 << 10
 TOKENS, T = 65_536, 32
@@ -278,7 +287,7 @@ def sweep_one(bench: Bench, name: str, work: Any, nbytes: int, limit: Times) -> 
                 device.retune(tuned)
                 found.append((work().median, threads, vectors, stores, tuned))
     found.sort(key=lambda its: its[0])
-    print(f"\n{name}: memcpy {2 * GIB / limit.median / 1000:.0f} GB/s; now {label(usual)}")
+    print(f"\n{name}: memcpy {2 * GIB / limit.median / 1000:.0f} GB/s; now {tuning_label(usual)}")
     print("| threads | vectors | stores | µs | GB/s | of memcpy | again |")
     print("|---:|---:|---|---:|---:|---:|---:|")
     for rank, (spent, threads, vectors, stores, tuned) in enumerate(found[:8]):
@@ -294,20 +303,5 @@ def sweep_one(bench: Bench, name: str, work: Any, nbytes: int, limit: Times) -> 
     device.retune(usual)
 
 
-def label(source: Any) -> str:
-    return f"{source.threads} x {source.vectors}, stream_stores={source.stream_stores}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser("bench.kernels")
-    parser.add_argument("--sweep", action="store_true", required=True)
-    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
-    options = parser.parse_args()
-    from kvcore.device import open_device
-
-    sweep(open_device("cuda"), options.filter)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(sweep_main("bench.kernels", sweep))

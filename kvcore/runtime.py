@@ -207,6 +207,8 @@ class Runtime:
         try:
             plan = plan_commit(reuse, sequence, memoryview(b""), with_tail=True)
         except Exception as error:
+            if reuse.claims[sequence].priority_of is None:
+                raise  # ours, not the callback's
             warnings.warn(
                 f"custom_priority_callback failed as a cache was closed, whose last block is not "
                 f"published: {error!r}",

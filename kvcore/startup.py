@@ -32,7 +32,6 @@ def open_runtime(config: KVCacheManagerConfig, device: Device, stream: object) -
         ReuseRules(
             partial_reuse=config.enable_partial_reuse,
             partial_commit=config.enable_partial_commit,
-            min_snapshot=config.commit_min_snapshot,
             backoff=config.reuse_match_backoff,
         ),
         tuple(sum(group.slot_bytes) for group in layout.pool_groups)

@@ -109,6 +109,43 @@ def test_a_callback_out_of_range_changes_nothing():
     assert (kv.num_committed_tokens, kv.history_length, there(m, a)) == (0, 0, [0])
 
 
+def closing(**settings):
+    """A manager and a cache that holds one full block and half of one, not yet closed."""
+    manager = opaque_manager(T=4, enable_partial_commit=True)
+    kv = manager.create_kv_cache(**settings)
+    assert kv.resume()
+    assert kv.resize(6)
+    tokens = fresh(6)
+    kv.commit(tokens)
+    return manager, kv, tokens
+
+
+def test_a_callback_that_fails_at_close_costs_the_last_block_only():
+    def priority(ordinal, layer_group):
+        if ordinal == 1:
+            raise KeyError(ordinal)
+        return 50
+
+    manager, kv, tokens = closing(custom_priority_callback=priority)
+    with pytest.warns(RuntimeWarning, match=r"custom_priority_callback failed.*KeyError\(1\)"):
+        kv.close()
+    assert there(manager, tokens) == [4]
+
+
+def test_an_error_of_ours_at_close_is_not_told_as_a_callbacks(monkeypatch):
+    manager, kv, tokens = closing()
+
+    def broken(*args, **settings):
+        raise k.InternalError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcore.runtime.plan_commit", broken)
+        with pytest.raises(k.InternalError, match="broken"):
+            kv.close()
+    kv.close()  # nothing had changed
+    assert there(manager, tokens) == [6]
+
+
 def test_wrong_retention_is_refused():
     for wrong in ({"priority": 101}, {"start": -1}, {"start": 3, "end": 3}, {"ttl": 0}):
         with pytest.raises(ValueError, match=next(reversed(wrong))):

@@ -38,7 +38,6 @@ class ReuseRules:
 
     partial_reuse: bool = True
     partial_commit: bool = True
-    min_snapshot: bool = False
     backoff: int = 0
 
 
