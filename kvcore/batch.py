@@ -14,6 +14,7 @@ from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong
 from kvcore.ids import NO_SLOT
+from kvcore.indirect_steps import beam_steps
 from kvcore.operands import as_operand, new_operand
 from kvcore.steps import Step, UsualAppend
 
@@ -59,7 +60,7 @@ class Batch(BeamBatch):
         )
         self._beams: BeamSteps | None = None
         if count > 3:
-            self._beams = BeamSteps(runtime, self._words[3:], rows, self._parts[3:])
+            self._beams = beam_steps(runtime, self._words[3:], rows, self._parts[3:])
         self._views: dict[tuple[int, int], Array] = {}
         self._step: Step | None = None
         self._usual: UsualAppend | None = None
@@ -117,6 +118,7 @@ class Batch(BeamBatch):
             tables = runtime.device_tables()
             on = runtime.streams.choose(stream, runtime.streams.of_all(sequences))
             step = self._describe(sequences, num_tokens, start)
+            starts, ends = self._parts[STARTS], self._parts[ENDS]
             before, self._step = self._step, None  # until everything below is enqueued
             if before is not None and before.last is not on:
                 on.wait(before.last.record())  # the step before still reads the staging
@@ -124,6 +126,8 @@ class Batch(BeamBatch):
             seqs = runtime.control.seqs
             try:
                 tables.send(seqs.dirty, seqs.used_rows, self._flat_words, on, self._launch)
+                if self._beams is not None:
+                    self._beams.map_tokens(step, starts, ends, self.mapping, on)
             finally:
                 tables.seal(on)
             step.stream = step.last = on
@@ -162,7 +166,7 @@ class Batch(BeamBatch):
             if self._beams is not None:
                 self._beams.describe_rows(step)
         if self._beams is not None:
-            self._beams.describe_tokens(step, starts + counts)
+            self._beams.describe_tokens(step, starts, counts)
         size = step.owner.size
         words[STARTS, :size] = starts if size == sequences.size else starts[step.owner]
         return step

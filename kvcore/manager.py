@@ -13,6 +13,7 @@ from kvcore.batch import Batch
 from kvcore.batch_tables import BatchTables
 from kvcore.checks import LONGEST, as_int, token_counts
 from kvcore.config import KVCacheManagerConfig
+from kvcore.control.indirection import map_through_paths
 from kvcore.device import open_device
 from kvcore.errors import wrong, wrong_type
 from kvcore.kv_cache import KVCache
@@ -250,6 +251,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             runtime.refuse_pending(sequences.tolist(), "slot_mapping")
             as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
+            if runtime.control.paths is not None:
+                each = np.broadcast_to(np.asarray(counts, np.int32), sequences.shape)
+                return map_through_paths(runtime.control, sequences, starts, each, layer_group)
             rows, owner = runtime.control.batch_rows(sequences)
             first = starts.astype(np.int64)[owner]
             per_row = np.broadcast_to(np.asarray(counts, np.int64), sequences.shape)[owner]

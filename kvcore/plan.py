@@ -46,19 +46,14 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebinding:
-    """New rows for the beams of one sequence: worked out and paid for, not yet published."""
+class TokenMoves:
+    """Tokens of one layer group to copy from page to page.
 
-    sequence: int
-    parents: tuple[int, ...]
-    rows: NDArray[np.int32]
-    """The new page rows `[beam, layer group, ordinal]`."""
+    No token is both a source and a target.
+    """
 
-    taken: tuple[Int32, ...]
-    """Fresh slots by layer group."""
+    layer_group: int
+    src: Int32
+    """(slot, token within the block) of each, `[n, 2]`."""
 
-    surplus: tuple[Int32, ...]
-    """Private slots that no beam keeps, by layer group."""
-
-    copies: tuple[PageCopies, ...]
-    tickets: tuple[Int64, ...]
+    dst: Int32

@@ -15,16 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 from kvcore.beam_steps import Tails
 from kvcore.bound_rows import BoundRows
 from kvcore.checks import token_counts
-from kvcore.control.beams import written_tokens
 from kvcore.control.commit import CommitPlan, plan_commit, publish
 from kvcore.control.fork import shared_blocks, take_private, write_fork
 from kvcore.control.plane import ControlPlane
+from kvcore.control.rebinding import written_tokens
 from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
+from kvcore.indirect_steps import TokenMover
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -75,6 +76,10 @@ class Runtime:
         self.tables = (
             DeviceTables(device, control.seqs.table, self.fences) if device.has_memory else None
         )
+        self.path_tables = None  # the twin of the paths, in indirection mode
+        if control.paths is not None and device.has_memory:
+            self.path_tables = DeviceTables(device, control.paths.table, self.fences)
+        self.token_mover = TokenMover(self)
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
         self.pins: dict[Pin, None] = {}  # in the order of their creation
@@ -95,6 +100,9 @@ class Runtime:
             self.parents.take_arrived()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
             self.tables.compact(self.control.seqs.dirty)
+        paths = self.control.paths
+        if paths is not None and self.path_tables and len(paths.dirty) > MOST_CHANGES:
+            self.path_tables.compact(paths.dirty)
         while (sequence := self.handles.sweep(self.destroy)) is not None:
             warnings.warn(
                 f"a KVCache (sequence {sequence}) was dropped without close(); freed its pages",
@@ -346,7 +354,8 @@ class Runtime:
         with ExitStack() as stack:
             for memory in (memory for group in self.pools for memory in group):
                 stack.callback(memory.close)
-            if self.tables is not None:
-                stack.callback(self.tables.close)
+            for tables in (self.tables, self.path_tables):
+                if tables is not None:
+                    stack.callback(tables.close)
             stack.callback(self.parents.close)
             self.device.synchronize()

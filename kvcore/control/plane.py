@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.control.paths import Paths
 from kvcore.control.reuse import PrefixReuse, ReuseRules
 from kvcore.control.sequences import NO_LIMIT, SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
@@ -50,6 +51,7 @@ class ControlPlane:
         slot_bytes: tuple[int, ...] | None = None,
     ) -> None:
         self.seqs = SequenceTable(shape)
+        self.paths = Paths(self.seqs) if shape.indirect else None  # of beams in indirection mode
         self.slots = [SlotTable(count) for count in num_slots]
         self.pool_group_of = pool_group_of
         self.slots_of = [self.slots[group] for group in pool_group_of]  # by layer group
@@ -184,9 +186,13 @@ class ControlPlane:
         seqs = self.seqs
         for group, slots in enumerate(self.slots_of):
             where = index + group * seqs.shape.max_blocks if group else index
-            slots.release(seqs.cells[where], ticket, distinct=distinct)
+            slots.release(self._held(seqs.cells[where]), ticket, distinct=distinct)
             seqs.cells[where] = NO_SLOT
             seqs.mark(where, ticket)
+
+    def _held(self, cells: Int32) -> Int32:
+        """Cells that name a slot: in indirection mode beam 0 alone has the blocks all share."""
+        return cells if self.paths is None else cells[cells >= 0]
 
     def _distinct(self, sequences: Index, blocks: Int32) -> bool:
         """Whether no slot is released twice: beams share pages, and so do published prefixes."""
@@ -199,7 +205,8 @@ class ControlPlane:
         parked = seqs.parked.get(sequence)
         if parked is not None:
             for group, slots in enumerate(self.slots_of):
-                slots.release(parked[:, group].reshape(-1), ticket, distinct=len(parked) == 1)
+                held = self._held(parked[:, group].reshape(-1))
+                slots.release(held, ticket, distinct=len(parked) == 1)
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
         self.reuse.let_go(sequence)
@@ -217,7 +224,7 @@ class ControlPlane:
             if len(pages) == 1:
                 alone[pool_group] += int(np.count_nonzero(refs[pages[0]] == 1))
             else:
-                pages, holders = np.unique(pages, return_counts=True)
+                pages, holders = np.unique(self._held(pages), return_counts=True)
                 alone[pool_group] += int(np.count_nonzero(refs[pages] == holders))
         return alone
 

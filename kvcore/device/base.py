@@ -33,13 +33,15 @@ from kvcore.device.parts import Int64 as Int64
 from kvcore.device.parts import Memory as Memory
 from kvcore.device.parts import PageStack as PageStack
 from kvcore.device.parts import Stream as Stream
+from kvcore.device.paths import PathArrays as PathArrays
+from kvcore.device.paths import PathOperations
 from kvcore.layout import PageGeometry as PageGeometry
 
 
-class Device(BeamOperations):
+class Device(BeamOperations, PathOperations):
     """Memory, streams and the operations of the cache, on one device.
 
-    Those of beams stand in `kvcore.device.beams`.
+    Those of beams stand in `kvcore.device.beams` and `kvcore.device.paths`.
     """
 
     kind: str

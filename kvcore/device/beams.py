@@ -168,29 +168,3 @@ class BeamOperations(ABC):
         launch for all arrays whose rows are laid out alike (up to 256 of them), however many
         layers; a GPU needs no second buffer.
         """
-
-    @abstractmethod
-    def step_indirection(
-        self,
-        indirection: Array,
-        parents: Array,
-        starts: Array,
-        ends: Array,
-        *,
-        widths: Array | None = None,
-        stream: Stream,
-    ) -> None:
-        """Makes the indirections of a batch follow the parents, in place, in one launch.
-
-        `indirection` int32 `[requests, beams, positions]` (contiguous last axis, the others of any
-        strides) says which beam of its request has each position of a beam. `parents` int32
-        `[requests, beams]`; an entry outside `[0, width)` means the beam itself, where width is
-        `widths[r]` (int32 `[requests]`, cut to `[0, beams]`) or all beams. With int32 `starts` and
-        `ends` `[requests]`, for each beam i before width::
-
-            positions [starts[r], ends[r])   new[r, i, t] = old[r, parents[r, i], t]
-            position ends[r]                 new[r, i, t] = parents[r, i]
-
-        cut to the positions that there are. All others stay, and so do requests whose end is
-        negative.
-        """

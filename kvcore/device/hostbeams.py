@@ -16,7 +16,6 @@ from kvcore.device.checks import (
     check_distinct,
     check_pairs,
     check_permute_rows,
-    check_step_indirection,
     check_step_rows,
     check_tails,
 )
@@ -97,20 +96,6 @@ class HostBeams(BeamOperations):
         check_permute_rows(*args, np.ndarray)
         check_distinct([array.ctypes.data for array in arrays if array.size])
         self._submit(stream, "permute_rows", reference.permute_rows, *args)
-
-    def step_indirection(
-        self,
-        indirection: Array,
-        parents: Array,
-        starts: Array,
-        ends: Array,
-        *,
-        widths: Array | None = None,
-        stream: Stream,
-    ) -> None:
-        args = indirection, parents, starts, ends, widths
-        check_step_indirection(*args, np.ndarray)
-        self._submit(stream, "step_indirection", reference.step_indirection, *args)
 
 
 def _backed(buffers: TailBuffers) -> list[reference.Place]:

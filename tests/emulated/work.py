@@ -11,7 +11,7 @@ import pytest
 from kvcore.device.base import PageGeometry, TailPlace
 from kvcore.device.beams import MAX_BEAMS
 from kvcore.device.cuda import tokens
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_POOLS
 from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
 from tests.device.battery_beams import Request, batch_of, check_step, numbered, put_beams

@@ -250,6 +250,9 @@ class CudaDevice(CudaBeams, Device):
     ) -> None:
         self._stack(stack).move("gather", "targets", mapping, targets, stream)
 
+    def move_tokens(self, stack: PageStack, src: Array, dst: Array, *, stream: Stream) -> None:
+        self._stack(stack).move_within(src, dst, stream)
+
     def copy_pages(
         self, pools: Sequence[tuple[Memory, int]], src: Int32, dst: Int32, *, stream: Stream
     ) -> None:
@@ -355,7 +358,7 @@ class CudaDevice(CudaBeams, Device):
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
-        self._prepare_beams(self)
+        self._prepare_beams(self, self._words)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvcore.device.base import Array, BeamArrays, Int32
 from kvcore.device.checks import check_copy_tails
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_KINDS, MAX_UNITS, unit_bytes
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_KINDS, MAX_UNITS
+from kvcore.device.cuda.kernels import unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.places import PlaceTable

@@ -1,0 +1,99 @@
+"""Giving the beams of a sequence new parents, in three steps.
+
+A plan is worked out and paid for; then its copies are enqueued; then it is published, which cannot
+fail. Before that it can be cancelled, and nothing has happened. `widening`, `beams` (fork mode) and
+`indirection` make plans.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.control.plane import ControlPlane
+from kvcore.ids import NO_SLOT, Ticket
+from kvcore.plan import PageCopies, TokenMoves
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamPlan(ABC):
+    """What the beams of one sequence become. Nothing of the sequence has changed yet."""
+
+    sequence: int
+    width: int
+    """Beams afterwards."""
+
+    shared: int
+    """Blocks before this one belong to all beams, those from here on to one beam each."""
+
+    taken: tuple[Int32, ...]
+    """Fresh slots by layer group."""
+
+    tickets: tuple[Int64, ...]
+    """The moments after which these may be written."""
+
+    copies: tuple[PageCopies, ...]
+    moves: tuple[TokenMoves, ...]
+
+    @abstractmethod
+    def publish(self, control: ControlPlane, ticket: Ticket) -> None:
+        """Makes the plan the sequence's state; `ticket` comes after its copies. Cannot fail."""
+
+    def cancel(self, control: ControlPlane, ticket: Ticket | None) -> None:
+        """Gives back what was taken, untouched (None) or perhaps written to before `ticket`."""
+        for slots, taken in zip(control.slots_of, self.taken, strict=True):
+            slots.release(taken, ticket, distinct=True)
+
+    @property
+    def copied_blocks(self) -> int:
+        """Blocks that are copied, or get tokens of another one."""
+        if self.copies:
+            return self.copies[0].src.size
+        return np.unique(self.moves[0].dst[:, 0]).size if self.moves else 0
+
+
+def take_pages(
+    control: ControlPlane, fresh_rows: int, blocks: int
+) -> tuple[list[Int32], tuple[Int64, ...]] | None:
+    """Slots `[fresh_rows, blocks]` of each layer group, and the moments after which to write them.
+
+    None, with nothing taken, if slots or table rows are short.
+    """
+    pages = fresh_rows * blocks
+    if fresh_rows > control.seqs.num_free_rows or not control.make_room(pages, "beams"):
+        return None
+    if not pages:
+        return [np.empty((fresh_rows, blocks), np.int32) for _ in control.slots_of], ()
+    taken = [slots.take(pages) for slots in control.slots_of]
+    after = (slots.tickets(fresh) for slots, fresh in zip(control.slots_of, taken, strict=True))
+    tickets = tuple(some for some in after if some is not None)
+    return [fresh.reshape(fresh_rows, blocks) for fresh in taken], tickets
+
+
+def written_tokens(first: int, end: int, valid_tokens: int, tokens_per_block: int) -> Int32:
+    """Tokens before `valid_tokens` in each of blocks `first` to `end - 1`."""
+    left = valid_tokens - np.arange(first, end, dtype=np.int32) * tokens_per_block
+    return np.maximum(np.minimum(left, tokens_per_block), 0)
+
+
+def resize_rows(control: ControlPlane, sequence: int, width: int, ticket: Ticket) -> None:
+    """Gives the sequence exactly `width` table rows; rows given up are cleared first."""
+    seqs = control.seqs
+    before = int(seqs.width[sequence])
+    for beam in range(before, width):
+        seqs.rows[sequence, beam] = seqs.take_row()
+    if width < before:
+        gone = seqs.rows[sequence, width:before].copy()
+        blocks = int(seqs.num_blocks[sequence])
+        if sequence not in seqs.parked:
+            seqs.table[gone, :, :blocks] = NO_SLOT
+            seqs.mark_blocks(gone, blocks, ticket)
+        seqs.rows[sequence, width:before] = -1
+        seqs.give_rows(gone.tolist())
+    seqs.width[sequence] = width

@@ -1,0 +1,71 @@
+"""One beam becomes several: the full blocks of its history are shared, the rest is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcore.control.plane import ControlPlane
+from kvcore.control.rebinding import BeamPlan, resize_rows, take_pages, written_tokens
+from kvcore.ids import Ticket, div_ceil
+from kvcore.plan import PageCopies
+
+
+@dataclass(frozen=True, slots=True)
+class Widening(BeamPlan):
+    """Row 0 stays as it is; the others are new."""
+
+    def publish(self, control: ControlPlane, ticket: Ticket) -> None:
+        seqs, sequence, shared = control.seqs, self.sequence, self.shared
+        first, blocks = int(seqs.rows[sequence, 0]), int(seqs.num_blocks[sequence])
+        seqs.touch(sequence)
+        seqs.common[sequence] = shared
+        resize_rows(control, sequence, self.width, ticket)
+        rows = seqs.rows[sequence, 1 : self.width]
+        fresh_rows = self.width - 1
+        for group, slots in enumerate(control.slots_of):
+            seqs.table[rows, group, shared:blocks] = self.taken[group].reshape(fresh_rows, -1)
+            if shared and control.paths is None:
+                pages = seqs.table[first, group, :shared]
+                slots.hold_distinct(pages, fresh_rows)
+                seqs.table[rows, group, :shared] = pages
+        if control.paths is not None:
+            control.paths.begin(sequence, seqs.history.item(sequence))
+        seqs.mark_blocks(rows, blocks, ticket)
+
+
+def plan_widening(
+    control: ControlPlane, sequence: int, width: int, valid_tokens: int
+) -> Widening | None:
+    """Works out how an active sequence of one beam gets `width`, and takes the slots it needs.
+
+    None, with nothing changed, if slots or table rows are short. Only tokens before `valid_tokens`
+    are copied. O(blocks that are not shared * beams).
+    """
+    seqs = control.seqs
+    size, blocks = seqs.shape.tokens_per_block, seqs.num_blocks.item(sequence)
+    shared = min(seqs.history.item(sequence) // size, blocks)
+    found = take_pages(control, width - 1, blocks - shared)
+    if found is None:
+        return None
+    fresh, tickets = found
+    copied = min(max(div_ceil(valid_tokens, size), shared), blocks)
+    copies: tuple[PageCopies, ...] = ()
+    if copied > shared:
+        own = seqs.table[seqs.rows.item(sequence, 0), :, shared:copied]
+        shape = width - 1, copied - shared
+        counts = np.empty(shape, np.int32)
+        counts[:] = written_tokens(shared, copied, valid_tokens, size)
+        tokens = counts.reshape(-1)
+        pairs = enumerate(zip(own, fresh, strict=True))
+        copies = tuple(_copies(group, *pair, tokens) for group, pair in pairs)
+    taken = tuple(pages.reshape(-1) for pages in fresh)
+    return Widening(sequence, width, shared, taken, tickets, copies, ())
+
+
+def _copies(group: int, own: np.ndarray, fresh: np.ndarray, tokens: np.ndarray) -> PageCopies:
+    """One block after the other, to every new row."""
+    src = np.empty((len(fresh), own.size), np.int32)
+    src[:] = own
+    return PageCopies(group, src.reshape(-1), fresh[:, : own.size].reshape(-1), tokens)
