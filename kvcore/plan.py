@@ -5,7 +5,7 @@ The control plane decides and writes its own tables; what the device must do for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,22 +16,20 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class DirtyCells:
+class DirtyCells(NamedTuple):
     """Cells of the host page table that the device twin has to take over.
 
     The values are read from the host table when they are sent, so the newest always wins.
     """
 
-    index: Int64
+    cells: Int64
     """Flat indices into the table `[row, layer group, ordinal]`."""
 
     after: Ticket = NO_TICKET
     """The moment after which the old values are no longer read."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopies:
+class PageCopies(NamedTuple):
     """Pages of one layer group to copy, each up to its last token that holds data.
 
     No slot is both a source and a target.
@@ -45,8 +43,7 @@ class PageCopies:
     whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMoves:
+class TokenMoves(NamedTuple):
     """Tokens of one layer group to copy from page to page.
 
     No token is both a source and a target.

@@ -22,7 +22,7 @@ from kvcore.plan import PageCopies
 Int32 = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reordering(BeamPlan):
     """New rows for the beams."""
 

@@ -24,7 +24,7 @@ Int32 = NDArray[np.int32]
 Index = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Redirection(BeamPlan):
     """New paths for the beams."""
 

@@ -21,7 +21,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BeamPlan(ABC):
     """What the beams of one sequence become. Nothing of the sequence has changed yet."""
 
@@ -68,26 +68,30 @@ def take_pages(
     pages = fresh_rows * blocks
     if fresh_rows > control.seqs.num_free_rows or not control.make_room(pages, "beams"):
         return None
-    if not pages:
-        return [np.empty((fresh_rows, blocks), np.int32) for _ in control.slots_of], ()
-    taken = [slots.take(pages) for slots in control.slots_of]
-    after = (slots.tickets(fresh) for slots, fresh in zip(control.slots_of, taken, strict=True))
-    tickets = tuple(some for some in after if some is not None)
-    return [fresh.reshape(fresh_rows, blocks) for fresh in taken], tickets
+    taken: list[Int32] = []
+    tickets: list[Int64] = []
+    for slots in control.slots_of:
+        fresh = slots.take(pages)
+        after = slots.tickets(fresh) if pages else None
+        if after is not None:
+            tickets.append(after)
+        taken.append(fresh.reshape(fresh_rows, blocks))
+    return taken, tuple(tickets)
 
 
 def written_tokens(first: int, end: int, valid_tokens: int, tokens_per_block: int) -> Int32:
     """Tokens before `valid_tokens` in each of blocks `first` to `end - 1`."""
-    left = valid_tokens - np.arange(first, end, dtype=np.int32) * tokens_per_block
-    return np.maximum(np.minimum(left, tokens_per_block), 0)
+    size, ends = tokens_per_block, range(first, end)
+    counts = [min(max(valid_tokens - ordinal * size, 0), size) for ordinal in ends]
+    return np.array(counts, np.int32)
 
 
 def resize_rows(control: ControlPlane, sequence: int, width: int, ticket: Ticket) -> None:
     """Gives the sequence exactly `width` table rows; rows given up are cleared first."""
     seqs = control.seqs
-    before = int(seqs.width[sequence])
-    for beam in range(before, width):
-        seqs.rows[sequence, beam] = seqs.take_row()
+    before = seqs.width.item(sequence)
+    if width > before:
+        seqs.rows[sequence, before:width] = [seqs.take_row() for _ in range(before, width)]
     if width < before:
         gone = seqs.rows[sequence, width:before].copy()
         blocks = int(seqs.num_blocks[sequence])

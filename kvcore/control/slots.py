@@ -114,6 +114,10 @@ class SlotTable:
         self.num_evictable -= before.size - int(np.count_nonzero(before))
         self.refs[where] = before + holders
 
+    def hold_more(self, slots: Int32, holders: int) -> None:
+        """Adds holders to each of some distinct slots that have one. O(n)."""
+        self.refs[as_index(slots)] += holders
+
     def release(self, slots: Int32, ticket: Ticket | None, *, distinct: bool) -> None:
         """Removes a holder per entry; frees what nobody holds any more, unless it is in the tree.
 

@@ -12,13 +12,13 @@ from kvcore.ids import Ticket, div_ceil
 from kvcore.plan import PageCopies
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Widening(BeamPlan):
     """Row 0 stays as it is; the others are new."""
 
     def publish(self, control: ControlPlane, ticket: Ticket) -> None:
         seqs, sequence, shared = control.seqs, self.sequence, self.shared
-        first, blocks = int(seqs.rows[sequence, 0]), int(seqs.num_blocks[sequence])
+        first, blocks = seqs.rows.item(sequence, 0), seqs.num_blocks.item(sequence)
         seqs.touch(sequence)
         seqs.common[sequence] = shared
         resize_rows(control, sequence, self.width, ticket)
@@ -28,7 +28,7 @@ class Widening(BeamPlan):
             seqs.table[rows, group, shared:blocks] = self.taken[group].reshape(fresh_rows, -1)
             if shared and control.paths is None:
                 pages = seqs.table[first, group, :shared]
-                slots.hold_distinct(pages, fresh_rows)
+                slots.hold_more(pages, fresh_rows)
                 seqs.table[rows, group, :shared] = pages
         if control.paths is not None:
             control.paths.begin(sequence, seqs.history.item(sequence))
@@ -51,21 +51,16 @@ def plan_widening(
         return None
     fresh, tickets = found
     copied = min(max(div_ceil(valid_tokens, size), shared), blocks)
-    copies: tuple[PageCopies, ...] = ()
+    copies = []
     if copied > shared:
-        own = seqs.table[seqs.rows.item(sequence, 0), :, shared:copied]
-        shape = width - 1, copied - shared
+        row, shape = seqs.rows.item(sequence, 0), (width - 1, copied - shared)
         counts = np.empty(shape, np.int32)
         counts[:] = written_tokens(shared, copied, valid_tokens, size)
         tokens = counts.reshape(-1)
-        pairs = enumerate(zip(own, fresh, strict=True))
-        copies = tuple(_copies(group, *pair, tokens) for group, pair in pairs)
-    taken = tuple(pages.reshape(-1) for pages in fresh)
-    return Widening(sequence, width, shared, taken, tickets, copies, ())
-
-
-def _copies(group: int, own: np.ndarray, fresh: np.ndarray, tokens: np.ndarray) -> PageCopies:
-    """One block after the other, to every new row."""
-    src = np.empty((len(fresh), own.size), np.int32)
-    src[:] = own
-    return PageCopies(group, src.reshape(-1), fresh[:, : own.size].reshape(-1), tokens)
+        for group, pages in enumerate(fresh):
+            sources = np.empty(shape, np.int32)
+            sources[:] = seqs.table[row, group, shared:copied]
+            targets = pages[:, : shape[1]].reshape(-1)
+            copies.append(PageCopies(group, sources.reshape(-1), targets, tokens))
+    taken = tuple([pages.reshape(-1) for pages in fresh])
+    return Widening(sequence, width, shared, taken, tickets, tuple(copies), ())

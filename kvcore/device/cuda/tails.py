@@ -81,10 +81,9 @@ class CudaTailBuffers:
             for pieces, launch in self._parts("copy_tails", ROW_HEAD):
                 launch(stream, self._grid(count * pieces, launch), 1, 1, *values)
 
-    def copy_tokens(self, lists: Sequence[Int32], stream: CudaStream) -> None:
-        """`Device.copy_tokens` of sources, targets and tokens."""
+    def copy_tokens(self, ids: Int32, stream: CudaStream) -> None:
+        """`Device.copy_tokens` of sources, targets and tokens, `[3, pairs]`."""
         self._check_open()
-        ids = np.stack(lists)
         count = ids.shape[1]
         if not count or not self.num_places:
             return
