@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Beams(Handle):
         runtime = self._runtime
         with runtime.lock:
             sequence = self._known("set_beam_width")
-            old = int(runtime.control.seqs.width[sequence])
+            old = runtime.control.seqs.width.item(sequence)
             width = as_int("width", width, 1, runtime.config.max_beam_width)
             if width == old and parents is None:
                 return True
@@ -91,7 +92,8 @@ class Beams(Handle):
             if width == old and chosen == tuple(range(old)):
                 return True
             self._check_width_change(width, old)
-            return runtime.retry(lambda: self._rebind(chosen, self.capacity), block)
+            valid = runtime.control.seqs.capacity.item(sequence)
+            return runtime.retry(partial(self._rebind, chosen, valid), block)
 
     def reorder_beams(self, parents: Sequence[int], *, valid_tokens: int | None = None) -> None:
         """Makes beam i continue what beam `parents[i]` was, for all beams at once.
@@ -156,16 +158,17 @@ class Beams(Handle):
             runtime.parents.settle(self._open())
 
     def _check_width_change(self, width: int, old: int) -> None:
-        if self._runtime.config.enable_partial_commit:
+        runtime, sequence = self._runtime, self._sequence
+        if runtime.config.enable_partial_commit:
             raise StateError(
                 "beam width: beams need enable_partial_commit=False, because their last block is "
                 "still being written; set it in the KVCacheManagerConfig"
             )
         if width <= old:
             return
-        if not self.is_active:
+        if not runtime.control.seqs.active.item(sequence):
             raise StateError("beam width: only an active cache can be widened; resume() it first")
-        prompt, history = self.expected_prompt_length, self.history_length
+        prompt, history = self.expected_prompt_length, runtime.control.seqs.history.item(sequence)
         if history < (1 if prompt is None else prompt):
             raise StateError(
                 f"beam width: the prompt is not computed yet: history_length is {history}, "

@@ -36,11 +36,9 @@ class PageCopies(NamedTuple):
     """
 
     layer_group: int
-    src: Int32
-    dst: Int32
-    tokens: Int32
-    """The first tokens of each block, at least 1. Pages whose layout is not declared are copied
-    whole."""
+    pairs: Int32
+    """`[3, n]`: the sources, the targets, and how many first tokens of each block to copy, at least
+    1. Pages whose layout is not declared are copied whole."""
 
 
 class TokenMoves(NamedTuple):

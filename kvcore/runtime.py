@@ -307,16 +307,17 @@ class Runtime:
             raise InternalError("pages were copied for a sequence that was never resumed")
         self.streams.come_home(sequence)
         pairs = enumerate(zip(src, dst, strict=True))
-        self.copy_pages(tuple(PageCopies(group, *pair, tokens) for group, pair in pairs), stream)
+        copies = (PageCopies(group, np.stack([*pair, tokens])) for group, pair in pairs)
+        self.copy_pages(tuple(copies), stream)
 
     def copy_pages(self, copies: tuple[PageCopies, ...], stream: Stream) -> None:
         """Enqueues page copies, one launch per layer group."""
         if not self.device.has_memory:
             return
         for copy in copies:
-            if copy.src.size:
+            if copy.pairs.size:
                 buffers = self.tails.by_layer_group[copy.layer_group]
-                self.device.copy_tokens(buffers, copy.src, copy.dst, copy.tokens, stream=stream)
+                self.device.copy_tokens(buffers, copy.pairs, stream=stream)
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def copy_from_the_wrong_parent(parents, width, right=beams._share_out):
 
 
 def copy_one_token_less(self, copies, stream, right=Runtime.copy_pages):
-    right(self, tuple(c._replace(tokens=np.maximum(c.tokens - 1, 0)) for c in copies), stream)
+    one = np.array([[0], [0], [1]], np.int32)
+    right(self, tuple(c._replace(pairs=np.maximum(c.pairs - one, 0)) for c in copies), stream)
 
 
 def merge_without_waits(self, dirty):

@@ -81,10 +81,9 @@ def plan_reordering(
         surplus.append(private[len(takers) :].reshape(-1))
         sources = old[donors, group, shared:copied].reshape(-1)
         targets = new[takers, group, shared:copied].reshape(-1)
-        copies.append(PageCopies(group, sources, targets, tokens))
-    taken = tuple(pages.reshape(-1) for pages in fresh)
+        copies.append(PageCopies(group, np.stack([sources, targets, tokens])))
     return Reordering(
-        sequence, width, shared, taken, tickets, tuple(copies), (), new, tuple(surplus)
+        sequence, width, shared, tuple(fresh), tickets, tuple(copies), (), new, tuple(surplus)
     )
 
 

@@ -44,7 +44,7 @@ class Redirection(BeamPlan):
         rows = seqs.rows[sequence, before : self.width]
         if rows.size:
             for group, taken in enumerate(self.taken):
-                seqs.table[rows, group, shared:blocks] = taken.reshape(rows.size, -1)
+                seqs.table[rows, group, shared:blocks] = taken
             seqs.mark_blocks(rows, blocks, ticket)
         paths.put(sequence, self.cells, ticket)
 
@@ -74,8 +74,7 @@ def plan_redirection(
         instead = np.tile(np.arange(old, dtype=np.int32)[:, None], cells.shape[1])
         instead[beam, position] = to
         cells = instead[cells, np.arange(cells.shape[1])]
-    taken = tuple(pages.reshape(-1) for pages in found[0])
-    return Redirection(sequence, width, shared, taken, found[1], (), moves, cells)
+    return Redirection(sequence, width, shared, tuple(found[0]), found[1], (), moves, cells)
 
 
 def plan_gathering(

@@ -33,7 +33,7 @@ class BeamPlan(ABC):
     """Blocks before this one belong to all beams, those from here on to one beam each."""
 
     taken: tuple[Int32, ...]
-    """Fresh slots by layer group."""
+    """Fresh slots by layer group, `[new rows, blocks from `shared` on]`."""
 
     tickets: tuple[Int64, ...]
     """The moments after which these may be written."""
@@ -48,13 +48,13 @@ class BeamPlan(ABC):
     def cancel(self, control: ControlPlane, ticket: Ticket | None) -> None:
         """Gives back what was taken, untouched (None) or perhaps written to before `ticket`."""
         for slots, taken in zip(control.slots_of, self.taken, strict=True):
-            slots.release(taken, ticket, distinct=True)
+            slots.release(taken.reshape(-1), ticket, distinct=True)
 
     @property
     def copied_blocks(self) -> int:
         """Blocks that are copied, or get tokens of another one."""
         if self.copies:
-            return self.copies[0].src.size
+            return int(self.copies[0].pairs.shape[1])
         return np.unique(self.moves[0].dst[:, 0]).size if self.moves else 0
 
 

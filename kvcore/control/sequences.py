@@ -96,6 +96,7 @@ class SequenceTable:
         self._free_rows: list[int] = []
         self._stamp: Index = np.zeros(n, np.intp)
         self._iota: Index = np.arange(n, dtype=np.intp)
+        self._first_cells = self._cells_of_row_0(64)
 
     # -- sequences and rows ------------------------------------------------------------------------
 
@@ -265,10 +266,15 @@ class SequenceTable:
         shape = self.shape
         if not shape.twin:
             return
-        groups = np.arange(shape.num_groups) * shape.max_blocks
-        ordinals = groups[:, None] + np.arange(blocks)
+        if blocks > self._first_cells.shape[1]:
+            self._first_cells = self._cells_of_row_0(min(2 * blocks, shape.max_blocks))
+        ordinals = self._first_cells[:, :blocks]
         index = (rows * self.row_stride)[:, None, None] + ordinals
         self.mark(index.reshape(-1), after)
+
+    def _cells_of_row_0(self, blocks: int) -> Int64:
+        groups: Int64 = np.arange(self.shape.num_groups)[:, None] * self.shape.max_blocks
+        return groups + np.arange(blocks)
 
     def limit_of(self, blocks: int) -> int:
         """Tokens that fit into `blocks` blocks."""

@@ -21,7 +21,7 @@ A shared page is not in the tree, but several sequences may hold it: it left the
 held, or forks go on from it.
 """
 
-WORTH_A_LOOK = 64  # slots: from here on a look at whether they are a run pays
+WORTH_A_LOOK = 1024  # slots: from here on a look at whether they are a run pays
 
 Join = Callable[[Int64, Ticket], "Int64 | Ticket"]
 """Tickets that stand for each of some earlier moments and a later one."""
@@ -226,8 +226,8 @@ class SlotTable:
 def as_index(slots: Int32) -> slice | NDArray[np.intp]:
     """Distinct slots as the fastest index: a slice where they ascend without gaps.
 
-    >>> as_index(np.arange(100, dtype=np.int32))
-    slice(0, 100, None)
+    >>> as_index(np.arange(2000, dtype=np.int32))
+    slice(0, 2000, None)
     """
     count = slots.size
     if count >= WORTH_A_LOOK:

@@ -25,7 +25,7 @@ class Widening(BeamPlan):
         rows = seqs.rows[sequence, 1 : self.width]
         fresh_rows = self.width - 1
         for group, slots in enumerate(control.slots_of):
-            seqs.table[rows, group, shared:blocks] = self.taken[group].reshape(fresh_rows, -1)
+            seqs.table[rows, group, shared:blocks] = self.taken[group]
             if shared and control.paths is None:
                 pages = seqs.table[first, group, :shared]
                 slots.hold_more(pages, fresh_rows)
@@ -53,14 +53,11 @@ def plan_widening(
     copied = min(max(div_ceil(valid_tokens, size), shared), blocks)
     copies = []
     if copied > shared:
-        row, shape = seqs.rows.item(sequence, 0), (width - 1, copied - shared)
-        counts = np.empty(shape, np.int32)
-        counts[:] = written_tokens(shared, copied, valid_tokens, size)
-        tokens = counts.reshape(-1)
+        row, shape = seqs.rows.item(sequence, 0), (3, width - 1, copied - shared)
+        counts = written_tokens(shared, copied, valid_tokens, size)
         for group, pages in enumerate(fresh):
-            sources = np.empty(shape, np.int32)
-            sources[:] = seqs.table[row, group, shared:copied]
-            targets = pages[:, : shape[1]].reshape(-1)
-            copies.append(PageCopies(group, sources.reshape(-1), targets, tokens))
-    taken = tuple([pages.reshape(-1) for pages in fresh])
-    return Widening(sequence, width, shared, taken, tickets, tuple(copies), ())
+            pairs = np.empty(shape, np.int32)
+            pairs[0] = seqs.table[row, group, shared:copied]
+            pairs[1], pairs[2] = pages[:, : shape[2]], counts
+            copies.append(PageCopies(group, pairs.reshape(3, -1)))
+    return Widening(sequence, width, shared, tuple(fresh), tickets, tuple(copies), ())

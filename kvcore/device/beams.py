@@ -129,12 +129,11 @@ class BeamOperations(ABC):
         """
 
     @abstractmethod
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        """Copies the first `tokens[i]` tokens of slot `src[i]` to slot `dst[i]`, in one launch.
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        """Copies the first tokens of slots to other slots, in one launch.
 
-        Host arrays `[pairs]`, copied before the call returns. No slot may be both a source and a
+        `pairs` `[3, n]` are the sources, the targets and how many tokens of each; a host array,
+        copied before the call returns. No slot may be both a source and a
         target, or a target twice. Pairs with a slot outside the pools, or without tokens, are
         skipped.
         """

@@ -95,16 +95,11 @@ def check_tokens(
 
 def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     """A private int32 copy of slot ids that came in a host array `[N]`."""
-    _check_ids(name, ids)
-    copy: np.ndarray[Any, np.dtype[np.int32]] = ids.copy()
-    return copy
-
-
-def _check_ids(name: str, ids: Any) -> None:
     if not isinstance(ids, np.ndarray):
         raise wrong_type(name, "a host array (numpy.ndarray)", ids)
     if ids.ndim != 1 or ids.dtype != INT32:
         raise wrong(name, "a one-dimensional int32 array", f"{ids.dtype} {ids.shape}")
+    return ids.copy()
 
 
 def check_fetch(array: Array, target: Any, kind: type[Any]) -> None:
@@ -272,16 +267,14 @@ def check_tails(places: Sequence[TailPlace]) -> None:
             raise wrong("places", text, place.token_bytes)
 
 
-def check_pairs(src: Any, dst: Any, tokens: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """A private copy `[3, pairs]` of the arguments of `copy_tokens`."""
-    named = ("src", src), ("dst", dst), ("tokens", tokens)
-    for name, values in named:
-        _check_ids(name, values)
-        if len(values) != len(src):
-            raise wrong(name, f"one entry per source ({len(src)})", len(values))
-    lists = np.empty((3, len(src)), np.int32)
-    lists[0], lists[1], lists[2] = src, dst, tokens
-    return lists
+def check_pairs(pairs: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """A private copy of the argument of `copy_tokens`."""
+    if not isinstance(pairs, np.ndarray):
+        raise wrong_type("pairs", "a host array (numpy.ndarray)", pairs)
+    if pairs.ndim != 2 or len(pairs) != 3 or pairs.dtype != INT32:
+        raise wrong("pairs", "int32 [3, n]: sources, targets, tokens", described(pairs))
+    copy: np.ndarray[Any, np.dtype[np.int32]] = pairs.copy()
+    return copy
 
 
 def check_geometry(geometry: PageGeometry) -> None:

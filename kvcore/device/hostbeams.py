@@ -74,10 +74,8 @@ class HostBeams(BeamOperations):
         args = places, table, beams, sources, tokens_per_block
         self._submit(stream, "copy_tails", reference.copy_tails, *args)
 
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        places, lists = _backed(buffers), check_pairs(src, dst, tokens)
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        places, lists = _backed(buffers), check_pairs(pairs)
         check_apart(num_slots([place[:2] for place in places]), *lists[:2])
         self._submit(stream, "copy_tokens", reference.copy_tokens, places, *lists)
 

@@ -149,10 +149,8 @@ class CudaBeams(BeamOperations, PathOperations):
         mine = self._tails(buffers)
         mine.copy_tails(table, beams, sources, tokens_per_block, as_own(stream))
 
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        self._tails(buffers).copy_tokens(check_pairs(src, dst, tokens), as_own(stream))
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        self._tails(buffers).copy_tokens(check_pairs(pairs), as_own(stream))
 
     def permute_rows(
         self,
