@@ -209,7 +209,7 @@ def test_beams_widen_in_all_groups_or_in_none():
 def test_a_prompt_without_room_leaves_nothing_behind():
     with typed_manager(slots=8, **LLAMA) as manager:
         kv = paged("llama", manager=manager)
-        with pytest.raises(k.OutOfPagesError, match="no pages for 20 more tokens of 2 rows"):
+        with pytest.raises(k.OutOfPagesError, match=r"20 more tokens of 2 rows at 0: 2 missing"):
             step(kv, 2, 5 * T)
         assert (used(manager), kv.sequences, kv.get_seq_length()) == (0, (), 0)
         step(kv, 2, 4 * T)

@@ -177,9 +177,11 @@ class PagedRows:
                     done.append(kv)
             if not self.manager.advance(self.sequences, new):
                 rows = len(self.sequences) * (self.group if widen else self.width)
+                missing = self.manager.missing_pages(self.sequences, new)
                 raise k.OutOfPagesError(
-                    f"no pages for {new} more tokens of {rows} rows at {self.end}; give the cache "
-                    "more max_tokens"
+                    f"no pages for {new} more tokens of {rows} rows at {self.end}: {missing} "
+                    "missing; give the cache more max_tokens",
+                    missing,
                 )
         except BaseException:
             for kv in done:

@@ -20,6 +20,14 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
+def rows_and_pages(control: ControlPlane, sequence: int, width: int) -> tuple[int, int]:
+    """Table rows, and pages of each layer group, that `width` beams take beyond what it has."""
+    seqs = control.seqs
+    blocks, size = seqs.num_blocks.item(sequence), seqs.shape.tokens_per_block
+    rows = max(0, width - seqs.width.item(sequence))
+    return rows, rows * max(0, blocks - seqs.history.item(sequence) // size)
+
+
 def plan_rebinding(
     control: ControlPlane, sequence: int, parents: tuple[int, ...], valid_tokens: int
 ) -> Rebinding | None:
@@ -32,8 +40,7 @@ def plan_rebinding(
     width, old = len(parents), seqs.page_rows(sequence)
     shared = int(seqs.history[sequence]) // seqs.shape.tokens_per_block
     shared = min(shared, old.shape[2])
-    fresh_rows = max(0, width - len(old))
-    pages = fresh_rows * (old.shape[2] - shared)
+    fresh_rows, pages = rows_and_pages(control, sequence, width)
     if fresh_rows > seqs.num_free_rows or not control.make_room(pages, "beams"):
         return None
     takers, donors, spare = _share_out(parents, len(old))
