@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
 tf = pytest.importorskip("transformers", minversion="5.24", reason="needs transformers 5.24")
 
+import kvcore_adapters.for_transformers as module  # noqa: E402
 from kvcore_adapters.for_transformers import KVCoreCache, KVCoreEncoderDecoderCache  # noqa: E402
 
 import kvcore as k  # noqa: E402
@@ -138,3 +139,36 @@ def test_managers_that_do_not_fit():
         KVCoreCache(config, "host")
     with pytest.raises(ValueError, match="KVCoreEncoderDecoderCache"):
         KVCoreCache(configs()["t5"])
+
+
+@pytest.mark.parametrize("wrong", ["mask", "scope", "prompt", "rows", "manager"])
+def test_a_cache_that_could_not_be_made_keeps_no_memory(wrong, monkeypatch):
+    """Managers that it had opened for itself are shut down."""
+    opened = []
+    open_manager = module.open_manager
+    monkeypatch.setattr(
+        module, "open_manager", lambda *how: opened.append(open_manager(*how)) or opened[-1]
+    )
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    settings = {
+        "mask": {"prompt": tokens, "attention_mask": torch.ones(2, 8)},
+        "scope": {"prompt": tokens, "reuse_scope": 3},
+        "prompt": {"prompt": tokens[0]},
+        "rows": {"prompt": tokens[:0]},
+        "manager": {"prompt": tokens, "num_beams": 0},
+    }[wrong]
+    with pytest.raises((ValueError, TypeError), match=r"attention_mask|scope|prompt|num_beams"):
+        KVCoreCache(configs()["llama"], **settings)
+    if wrong == "scope":
+        settings = {"encoder_input": tokens, "reuse_scope": 3}
+        with pytest.raises(TypeError, match="scope"):
+            KVCoreEncoderDecoderCache(configs()["t5"], **settings)
+        assert len(opened) == 3
+    for manager in opened:
+        with pytest.raises(k.StateError, match="shut down"):
+            manager.create_kv_cache()
+
+
+def test_a_configuration_of_the_other_kind():
+    with pytest.raises(ValueError, match="config: expected an encoder-decoder's"):
+        KVCoreEncoderDecoderCache(configs()["llama"])

@@ -48,6 +48,7 @@ class PagedRows:
         self.manager, self.num_layers = manager, num_layers
         self.group = as_int("num_beams", group, 1)
         self.scope, self.written_once = scope, written_once
+        self.expected = 0  # rows of the batch, where another cache knows them already
         self.sequences: list[k.KVCache] = []
         self._writes, self._reads = _Steps(manager), _Steps(manager)
         self._forget()
@@ -121,8 +122,9 @@ class PagedRows:
         if len(keys) % self.group:
             expected = f"a multiple of num_beams={self.group} rows"
             raise wrong("key_states", expected, len(keys), "give the cache generate's num_beams")
-        if self.sequences and len(keys) != self.num_rows:
-            expected = f"{self.num_rows} rows, as before"
+        known, why = (self.num_rows, "before") if self.sequences else (self.expected, "were found")
+        if known and len(keys) != known:
+            expected = f"{known} rows, as {why}"
             raise wrong("key_states", expected, len(keys), "reset() the cache for another batch")
 
     def _open(self, groups: int, prompts: Sequence[Sequence[int]] | None = None) -> None:
@@ -282,10 +284,11 @@ class PagedRows:
     def adopt(self, prompts: Sequence[Sequence[int]], like: Any) -> None:
         """Starts with what is known of the prompts, as long as the shortest match; else empty.
 
-        `like` is a tensor on the device of what comes.
+        What is written once starts with all of it or empty. `like` is a tensor on the device of
+        what comes.
         """
         known = min(self.manager.probe_reuse(self.scope, prompt) for prompt in prompts)
-        if not known:
+        if known < (len(prompts[0]) if self.written_once else 1):
             return
         self.like = like
         self._open(len(prompts), [prompt[:known] for prompt in prompts])
@@ -296,10 +299,10 @@ class PagedRows:
         self.start = self.end = known
 
     def publish(self, group: int, prompt: Sequence[int]) -> None:
-        """Lets others find the full pages of a group's first tokens."""
+        """Lets others find the full pages of a group's first tokens; all that is written once."""
         kv, block = self.sequences[group], self.manager.config.tokens_per_block
-        full = len(prompt) // block * block  # beams differ in the rest
-        kv.commit(prompt[kv.num_committed_tokens : full])
+        whole, full = self.written_once, len(prompt) // block * block  # beams differ in the rest
+        kv.commit(prompt[kv.num_committed_tokens : None if whole else full], is_end=whole)
         self.mapped = False
 
     def reset(self) -> None:
