@@ -78,7 +78,13 @@ def test_states_of_another_type_or_shape():
             kv.update(keys.half(), values, 0)
         with pytest.raises(ValueError, match=r"layer 1: value_states: .* got 'float32 \(2, 7\)'"):
             kv.update(keys, values[..., :7], 1)
-        assert (kv.sequences, kv.get_seq_length()) == ((), 0)
+        with pytest.raises(ValueError, match=r"layer 0: value_states: expected .* \[1, 2, 2, 8\]"):
+            kv.update(keys, values[:, :, :1], 0)
+        with pytest.raises(ValueError, match=r"layer 0: key_states: expected .* \[2, 2, 8\]"):
+            kv.update(keys[0], values, 0)
+        with pytest.raises(ValueError, match=r"layer 0: key_states: .* cpu, .*got 'meta'"):
+            kv.update(keys.to("meta"), values, 0)
+        assert (kv.sequences, kv.get_seq_length(), used(kv.manager)) == ((), 0, 0)
 
 
 def test_gradients():
@@ -110,8 +116,12 @@ def test_calls_that_are_not_supported():
     [
         (lambda: tf.Qwen3NextConfig(num_hidden_layers=4), "'linear_attention'"),
         (lambda: tf.DeepseekV3Config(num_hidden_layers=2), "latent attention"),
+        (lambda: tf.RwkvConfig(num_hidden_layers=2), "RwkvConfig: .*no attention"),
+        (lambda: tf.xLSTMConfig(num_hidden_layers=2), "xLSTMConfig: .*no attention"),
+        (lambda: tf.BltConfig(), "BltConfig: .*no attention"),
+        (lambda: tf.MllamaConfig().text_config, "cross-attention"),
     ],
-    ids=["recurrent", "latent"],
+    ids=["recurrent", "latent", "rwkv", "xlstm", "patches", "images"],
 )
 def test_models_that_are_not_supported(config, reason):
     with pytest.raises(NotImplementedError, match=reason):
@@ -135,6 +145,14 @@ def test_managers_that_do_not_fit():
         KVCoreCache(config, manager, num_beams=2)
     with pytest.raises(ValueError, match="num_beams: expected at least 1, got 0"):
         KVCoreCache(config, num_beams=0)
+    for name in ("max_tokens", "tokens_per_block"):
+        for value, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match=f"^{name}: expected"):
+                KVCoreCache(config, **{name: value})
+    with pytest.raises(ValueError, match=r"^max_encoder_tokens: expected"):
+        KVCoreEncoderDecoderCache(configs()["t5"], max_encoder_tokens=0)
+    with pytest.raises(ValueError, match=r"^dtype: expected"):
+        KVCoreCache(config, dtype="float3")
     with pytest.raises(TypeError, match="a KVCacheManager"):
         KVCoreCache(config, "host")
     with pytest.raises(ValueError, match="KVCoreEncoderDecoderCache"):

@@ -40,6 +40,7 @@ from typing import Any, Self
 from transformers.cache_utils import EncoderDecoderCache
 
 import kvcore as k
+from kvcore.checks import as_int
 from kvcore.device.base import Device
 from kvcore.errors import wrong
 from kvcore_adapters.for_transformers_cache import PagedCache
@@ -238,7 +239,7 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
                 how = type_name(config, dtype), max_tokens, tokens_per_block
                 manager = open_manager(layers, num_beams, device, *how)
                 undo.callback(manager.shutdown)
-                how = how[0], max_encoder_tokens, tokens_per_block
+                how = how[0], as_int("max_encoder_tokens", max_encoder_tokens, 1), tokens_per_block
                 cross_manager = open_manager(layers, 1, manager.device, *how)
                 undo.callback(cross_manager.shutdown)
             check_manager("manager", manager, len(layers), num_beams)

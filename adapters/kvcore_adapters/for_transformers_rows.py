@@ -81,7 +81,7 @@ class PagedRows:
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise NotImplementedError("pages carry no gradients; call the model under no_grad()")
         for role, states in zip(ROLES, (keys, values), strict=True):
-            self._check_states(layer, role, states)
+            self._check_states(layer, role, states, keys)
         self.like = keys.new_empty(0)
         new = keys.shape[2]
         if self.lengths[layer] == self.end:
@@ -109,7 +109,6 @@ class PagedRows:
             if opened:
                 self.reset()
             raise
-        self._writes.prepare(self.sequences, self.width, new, self.end, self._stream())
         self.start, self.end, self.mapped = self.end, self.end + new, False
 
     def _check_whole(self, call: str) -> None:
@@ -169,8 +168,8 @@ class PagedRows:
         return False
 
     def _grow(self, new: int, *, widen: bool) -> None:
-        """Pages for `new` more tokens of every row, after widening; all or nothing."""
-        done = []
+        """Pages for `new` more tokens of every row, after widening, mapped; all or nothing."""
+        done, grown, before = [], False, self.apart
         try:
             if widen:
                 self._finalise()
@@ -185,11 +184,15 @@ class PagedRows:
                     "missing; give the cache more max_tokens",
                     missing,
                 )
+            grown, self.apart = True, before or widen
+            self._writes.prepare(self.sequences, self.width, new, self.end, self._stream())
         except BaseException:
+            self.apart, self.mapped = before, False
+            if grown:
+                self.manager.truncate(self.sequences, self.end)
             for kv in done:
                 kv.set_beam_width(1)
             raise
-        self.apart = self.apart or widen
 
     def _finalise(self) -> None:
         """Makes everything written history, so that beams share it by reference."""
@@ -229,12 +232,23 @@ class PagedRows:
     def _buffer(self, layer: int, role: str) -> k.BufferConfig:
         return self.manager.config.layers[layer].buffers[ROLES.index(role)]
 
-    def _check_states(self, layer: int, role: str, states: Any) -> None:
+    def _check_states(self, layer: int, role: str, states: Any, keys: Any) -> None:
+        name, given = f"layer {layer}: {role}_states", list(states.shape)
+        if len(given) != 4:
+            raise wrong(name, "[rows, heads, new, dim]", given)
+        if (given[0], given[2]) != (len(keys), keys.shape[2]):
+            raise wrong(name, f"rows and tokens as key_states {list(keys.shape)}", given)
+        device, place = self.manager.device, "cpu"
+        if device.kind == "cuda":
+            place = f"cuda:{getattr(device, 'index', 0)}"
+        if str(states.device) != place:
+            expected = f"tensors on {place}, where the pages lie"
+            raise wrong(name, expected, str(states.device), "give the cache the model's device")
         buffer = self._buffer(layer, role)
         found = str(states.dtype).removeprefix("torch."), (states.shape[1], states.shape[3])
         if found != (buffer.dtype, buffer.shape):
             raise wrong(
-                f"layer {layer}: {role}_states",
+                name,
                 f"what the pages hold of a token, {buffer.dtype} {buffer.shape}",
                 f"{found[0]} {found[1]}",
                 "give the cache the model's dtype, or a manager with its shapes",
