@@ -10,7 +10,7 @@ import numpy as np
 from kvcore.checks import as_int
 from kvcore.control.beams import plan_reordering
 from kvcore.control.indirection import plan_redirection
-from kvcore.control.rebinding import BeamPlan
+from kvcore.control.rebinding import BeamPlan, rows_and_pages
 from kvcore.control.widening import plan_widening
 from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
 from kvcore.handle import Handle
@@ -32,17 +32,16 @@ class Beams(Handle):
     def beam_width(self) -> int:
         """Live beams, 0 once closed.
 
-        Assigning is `set_beam_width` that raises `OutOfPagesError` instead of answering False.
+        Assigning is `set_beam_width` that raises `OutOfPagesError` instead of answering False: it
+        says how many pages, or table rows, are missing.
         """
         return int(self._runtime.control.seqs.width[self._sequence]) if self._sequence >= 0 else 0
 
     @beam_width.setter
     def beam_width(self, width: int) -> None:
-        if not self.set_beam_width(width):
-            raise OutOfPagesError(
-                f"beam_width: no room for the private pages or table rows of {width} beams; "
-                "close or shrink other caches and retry"
-            )
+        with self._runtime.lock:
+            if not self.set_beam_width(width):
+                raise self._no_room(width)
 
     def set_beam_width(
         self, width: int, parents: Sequence[int] | None = None, *, block: bool = False
@@ -175,6 +174,17 @@ class Beams(Handle):
                 f"expected_prompt_length {prompt}; widen when generation starts, after "
                 "resize(None, prompt length)"
             )
+
+    def _no_room(self, width: int) -> OutOfPagesError:
+        control = self._runtime.control
+        rows, pages = rows_and_pages(control, self._sequence, width)
+        who, free = f"beam_width: {width} beams", control.seqs.num_free_rows
+        if rows <= free:
+            return control.refusal(who, pages)
+        return OutOfPagesError(
+            f"{who} take {rows} more table rows, {free} of max_rows={control.seqs.shape.max_rows} "
+            f"are free: {rows - free} missing; close or narrow other caches, or raise max_rows"
+        )
 
     def _rebind(self, parents: tuple[int, ...], valid_tokens: int) -> bool:
         runtime, sequence = self._runtime, self._sequence

@@ -16,6 +16,7 @@ from kvcore.config import KVCacheManagerConfig
 from kvcore.control.indirection import map_through_paths
 from kvcore.device import open_device
 from kvcore.errors import wrong, wrong_type
+from kvcore.event_stream import StreamingEventSink
 from kvcore.kv_cache import KVCache
 from kvcore.lifecycle import Lifecycle
 from kvcore.pools import PoolQueries
@@ -48,7 +49,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
     Raises
     ------
     ValueError
-        The quota is below the minimum, which the message names.
+        The quota is below the minimum, which the message names; an event sink for other blocks.
     NotImplementedError
         The configuration asks for something that is not built yet.
     OutOfMemoryError
@@ -86,6 +87,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         listens = ("stored", "removed", "snapshot")
         if event_manager is not None and not all(hasattr(event_manager, n) for n in listens):
             raise wrong_type("event_manager", "a KVCacheEventManager", event_manager)
+        if isinstance(event_manager, StreamingEventSink):
+            event_manager.check_fits(config.tokens_per_block, config.num_layer_groups)
         self.config = config
         self._owns_device = isinstance(device, str)
         self.device: Device = open_device(device)

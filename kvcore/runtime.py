@@ -23,7 +23,7 @@ from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
-from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
+from kvcore.errors import InternalError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
 from kvcore.indirect_steps import TokenMover
 from kvcore.parents import PendingParents
@@ -140,6 +140,15 @@ class Runtime:
         if self.bound_rows:
             self.bound_rows.refresh_all(sequences)
         return True
+
+    def missing_to_grow(self, sequences: Index, capacity: Int32) -> int:
+        """Pages that `grow` would be short of; raises as it does."""
+        seqs = self.control.seqs
+        blocks = -(-capacity // seqs.shape.tokens_per_block)
+        self._check_reach(sequences, capacity, blocks)
+        more = blocks - seqs.num_blocks[sequences]
+        pages = np.multiply(more, seqs.width[sequences], dtype=np.int64).sum()
+        return self.control.missing(int(pages))
 
     def grow_one(self, sequence: int, capacity: int) -> bool:
         """`grow` of one sequence."""
@@ -271,10 +280,7 @@ class Runtime:
         try:
             room = partial(control.make_room, count * private, "fork")
             if not self.retry(room, block):
-                raise OutOfPagesError(
-                    f"fork: {count} forks need {count * private} private pages per layer group; "
-                    "close or shrink other caches and retry"
-                )
+                raise control.refusal(f"fork: {count} forks", count * private)
             fresh = take_private(control, count * private)
             stream = self.streams.of(sequence)
             after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.plane import ControlPlane
-from kvcore.control.rebinding import BeamPlan, resize_rows, take_pages, written_tokens
+from kvcore.control.rebinding import (
+    BeamPlan,
+    resize_rows,
+    shared_by_beams,
+    take_pages,
+    written_tokens,
+)
 from kvcore.control.slots import SlotTable
 from kvcore.ids import Ticket, div_ceil
 from kvcore.plan import PageCopies
@@ -64,7 +70,7 @@ def plan_reordering(
     seqs = control.seqs
     width, old = len(parents), seqs.page_rows(sequence)
     size, blocks = seqs.shape.tokens_per_block, old.shape[2]
-    shared = min(int(seqs.history[sequence]) // size, blocks)
+    shared = shared_by_beams(control, sequence)
     found = take_pages(control, max(0, width - len(old)), blocks - shared)
     if found is None:
         return None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvcore.control.paths import Paths, slots_of_positions, spare_beams
 from kvcore.control.plane import ControlPlane
-from kvcore.control.rebinding import BeamPlan, resize_rows, take_pages
+from kvcore.control.rebinding import BeamPlan, resize_rows, shared_by_beams, take_pages
 from kvcore.errors import InternalError
 from kvcore.ids import NO_SLOT, Ticket
 from kvcore.plan import TokenMoves
@@ -59,7 +59,7 @@ def plan_redirection(
     """
     seqs, paths = control.seqs, paths_of(control)
     width, old = len(parents), int(seqs.width[sequence])
-    blocks, shared = int(seqs.num_blocks[sequence]), int(seqs.common[sequence])
+    blocks, shared = int(seqs.num_blocks[sequence]), shared_by_beams(control, sequence)
     found = take_pages(control, max(0, width - old), blocks - shared)
     if found is None:
         return None

@@ -15,6 +15,7 @@ from kvcore.control.reuse import PrefixReuse, ReuseRules
 from kvcore.control.sequences import NO_LIMIT, SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
 from kvcore.control.statistics import Statistics
+from kvcore.errors import OutOfPagesError
 from kvcore.ids import NO_SLOT, Ticket, div_ceil
 
 Index = NDArray[np.intp]
@@ -77,6 +78,28 @@ class ControlPlane:
         if short:
             self.stats.dropped(self.reuse.make_room(short, call))
         return True
+
+    def missing(self, pages_per_group: int) -> int:
+        """Pages that `make_room` would be short of, over all pool groups; 0 if there is room."""
+        return sum(
+            max(0, pages_per_group * groups - slots.num_free - slots.num_evictable)
+            for slots, groups in zip(self.slots, self._groups_in, strict=True)
+        )
+
+    def refusal(self, who: str, pages_per_group: int) -> OutOfPagesError:
+        """What to raise where `make_room` answered False: how many pages `who` is short of."""
+        short = []
+        for number, (slots, groups) in enumerate(zip(self.slots, self._groups_in, strict=True)):
+            pages, free, evictable = pages_per_group * groups, slots.num_free, slots.num_evictable
+            if pages > free + evictable:
+                short.append(
+                    f"{pages} more pages of pool group {number}, {free} are free and {evictable} "
+                    f"evictable: {pages - free - evictable} missing"
+                )
+        return OutOfPagesError(
+            f"{who} take {' and '.join(short)}; close or shrink other caches and retry",
+            self.missing(pages_per_group),
+        )
 
     def take_block(self) -> tuple[Int32, tuple[Int64, ...]]:
         """A slot of each layer group `[layer groups, 1]`, and the moments to wait for.

@@ -58,6 +58,22 @@ class BeamPlan(ABC):
         return np.unique(self.moves[0].dst[:, 0]).size if self.moves else 0
 
 
+def shared_by_beams(control: ControlPlane, sequence: int) -> int:
+    """Blocks that more beams would not get pages for: those from there on are one beam's each."""
+    seqs = control.seqs
+    if control.paths is not None and seqs.width[sequence] > 1:
+        return seqs.common.item(sequence)
+    full = seqs.history.item(sequence) // seqs.shape.tokens_per_block
+    return min(full, seqs.num_blocks.item(sequence))
+
+
+def rows_and_pages(control: ControlPlane, sequence: int, width: int) -> tuple[int, int]:
+    """Table rows, and pages of each layer group, that `width` beams take beyond what it has."""
+    seqs = control.seqs
+    rows = max(0, width - seqs.width.item(sequence))
+    return rows, rows * (seqs.num_blocks.item(sequence) - shared_by_beams(control, sequence))
+
+
 def take_pages(
     control: ControlPlane, fresh_rows: int, blocks: int
 ) -> tuple[list[Int32], tuple[Int64, ...]] | None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcore.control.plane import ControlPlane
-from kvcore.control.rebinding import BeamPlan, resize_rows, take_pages, written_tokens
+from kvcore.control.rebinding import (
+    BeamPlan,
+    resize_rows,
+    shared_by_beams,
+    take_pages,
+    written_tokens,
+)
 from kvcore.ids import Ticket, div_ceil
 from kvcore.plan import PageCopies
 
@@ -45,7 +51,7 @@ def plan_widening(
     """
     seqs = control.seqs
     size, blocks = seqs.shape.tokens_per_block, seqs.num_blocks.item(sequence)
-    shared = min(seqs.history.item(sequence) // size, blocks)
+    shared = shared_by_beams(control, sequence)
     found = take_pages(control, width - 1, blocks - shared)
     if found is None:
         return None

@@ -54,10 +54,12 @@ def check(manager: KVCacheManager, *, device: bool = False) -> None:
 
     Notes
     -----
-    Changes nothing, and with `device=False` enqueues nothing. O(slots + table cells in use).
+    Begins as every call does: dropped caches are closed, parents that have arrived are taken in.
+    Changes nothing else, and with `device=False` enqueues nothing. O(slots + table cells in use).
     """
     runtime = manager._runtime
     with runtime.lock:
+        runtime.enter()
         rules = _Rules(runtime)
         rules.sequences()
         rules.rows()
