@@ -26,6 +26,10 @@ from kvcore.device.beams import BeamArrays as BeamArrays
 from kvcore.device.beams import BeamOperations
 from kvcore.device.beams import TailBuffers as TailBuffers
 from kvcore.device.beams import TailPlace as TailPlace
+from kvcore.device.formats import FormatOperations
+from kvcore.device.formats import PageNumbers as PageNumbers
+from kvcore.device.formats import PoolNumbers as PoolNumbers
+from kvcore.device.formats import RowRanges as RowRanges
 from kvcore.device.parts import Array as Array
 from kvcore.device.parts import Event as Event
 from kvcore.device.parts import Int32 as Int32
@@ -36,10 +40,11 @@ from kvcore.device.parts import Stream as Stream
 from kvcore.layout import PageGeometry as PageGeometry
 
 
-class Device(BeamOperations):
+class Device(BeamOperations, FormatOperations):
     """Memory, streams and the operations of the cache, on one device.
 
-    Those of beams stand in `kvcore.device.beams`.
+    Those of beams stand in `kvcore.device.beams`, page tables in other forms in
+    `kvcore.device.formats`.
     """
 
     kind: str

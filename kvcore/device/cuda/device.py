@@ -39,6 +39,7 @@ from kvcore.device.cuda.blocks import (
 )
 from kvcore.device.cuda.driver import context_of, current_device
 from kvcore.device.cuda.foreign import as_array
+from kvcore.device.cuda.formats import CudaFormats
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.lists import SentLists
@@ -67,7 +68,7 @@ FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
 """Sources that are compiled when they are first used."""
 
 
-class CudaDevice(CudaBeams, Device):
+class CudaDevice(CudaBeams, CudaFormats, Device):
     """One GPU: pools in CUDA virtual memory, arrays of CuPy, work on the callers' streams.
 
     Nothing here has a default stream, and the caller's current device stays what it was. Several
@@ -356,6 +357,7 @@ class CudaDevice(CudaBeams, Device):
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
         self._prepare_beams(self)
+        self._prepare_formats(self)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""

@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+
+from kvcore.device.cuda.structs import (
+    DIVIDER,
+    OFFSET_ARGS,
+    ROW_PAGES_ARGS,
+    TABLE_POOL,
+    TOKEN_SLOT_ARGS,
+)
+from kvcore.device.cuda.structs import Fields as Fields
+from kvcore.device.cuda.structs import struct as _struct
 
 MAX_ROLES: Final = 4
 MAX_POOLS: Final = 8
@@ -24,15 +34,8 @@ MAX_ARRAYS: Final = 256
 MAX_UNITS: Final = 2**31 - 1
 """Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 
-Fields = np.dtype[Any]
 UNITS: Final = (16, 8, 4, 2, 1)
 
-
-def _struct(*fields: tuple[str, Any] | tuple[str, Any, int]) -> Fields:
-    return np.dtype(list(fields), align=True)
-
-
-DIVIDER: Final = _struct(("mul", np.uint32), ("shift", np.uint32), ("div", np.uint32))
 PLACE: Final = _struct(
     ("base", np.uint64), ("slot_bytes", np.int64), ("num_slots", np.int64), ("reserved", np.int64)
 )
@@ -297,6 +300,16 @@ def _beam_sources() -> list[Source]:
     ]
 
 
+def _format_sources() -> list[Source]:
+    offsets = {"OffsetArgs": OFFSET_ARGS, "TablePool": TABLE_POOL, "Divider": DIVIDER}
+    entries = dict.fromkeys(("csr_pages", "ragged_pages"), ROW_PAGES_ARGS)
+    return [
+        Source("block_offsets", {"block_offsets": OFFSET_ARGS}, offsets),
+        Source("row_pages", entries, {"RowPagesArgs": ROW_PAGES_ARGS}, threads=256),
+        Source("token_slots", {"token_slots": TOKEN_SLOT_ARGS}, {"TokenSlotArgs": TOKEN_SLOT_ARGS}),
+    ]
+
+
 def _for_tests() -> Source:
     return Source(
         "latch",
@@ -314,6 +327,7 @@ def _sources() -> dict[str, Source]:
         ),
         *_slot_sources(),
         *_beam_sources(),
+        *_format_sources(),
         Source(
             "scatter_table",
             {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},
