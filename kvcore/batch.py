@@ -13,6 +13,7 @@ from kvcore.beam_steps import BEAM_WORDS, BeamSteps
 from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong
+from kvcore.formats import Formats
 from kvcore.ids import NO_SLOT
 from kvcore.operands import as_operand, new_operand
 from kvcore.steps import Step, UsualAppend
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 ROWS, STARTS, ENDS = 0, 1, 2
 
 
-class Batch(BeamBatch):
+class Batch(BeamBatch, Formats):
     """The sequences of one step, on the device, at addresses that never change.
 
     A step is an uncaptured `prepare`, and operations that may lie in a CUDA graph captured on
@@ -39,19 +40,22 @@ class Batch(BeamBatch):
     Made by `KVCacheManager.create_batch`. One thread uses a batch at a time.
     """
 
-    def __init__(self, runtime: Runtime, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, runtime: Runtime, max_rows: int, max_tokens: int, max_table_rows: int = 0
+    ) -> None:
         tables, device = runtime.device_tables(), runtime.device
         shape = runtime.control.seqs.shape
         self._runtime = runtime
         self.max_rows, self.max_tokens = max_rows, max_tokens
         count = 3 + (BEAM_WORDS if shape.max_beam_width > 1 else 0)
-        self._words: NDArray[np.int32] = np.zeros((count, max_rows), np.int32)
+        self._flat_words = np.zeros(count * max_rows + max_table_rows, np.int32)
+        self._words: NDArray[np.int32] = self._flat_words[: count * max_rows].reshape(count, -1)
         self._words[ROWS] = NO_SLOT
-        self._flat_words = self._words.reshape(-1)
-        self._staged: Array = device.empty(count * max_rows, np.int32)
+        self._staged: Array = device.empty(self._flat_words.size, np.int32)
         self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(count)]
         self.mapping: Array = device.empty((shape.num_groups, max_tokens, 2), np.int32)
         rows, starts, ends = self._parts[:3]
+        self._list_rows(self._flat_words[count * max_rows :], self._staged[count * max_rows :])
         block = shape.tokens_per_block
         twin = tables.array, tables.by_group
         self._launch = device.step_launch(
@@ -85,6 +89,8 @@ class Batch(BeamBatch):
         num_tokens: int | ArrayLike = 1,
         *,
         start: ArrayLike | None = None,
+        num_contexts: int = 0,
+        beam_width: int | Sequence[int] | None = None,
         stream: object = None,
     ) -> None:
         """Brings the device's page table up to date and maps the tokens of a step to their pages.
@@ -97,6 +103,9 @@ class Batch(BeamBatch):
             Tokens of this step per row of each cache.
         start : array_like of int [len(kv_caches)], optional
             Position of the first. Default: the history length.
+        num_contexts, beam_width
+            Which rows `block_offsets` gives, as for `BatchTables.offsets`. Rows other than every
+            cache's own need a batch made with `max_table_rows`.
         stream : optional
             Where it runs. Default: the stream all the caches are bound to, else the manager's.
             Another stream waits, on the device, for the caches' earlier work.
@@ -116,7 +125,9 @@ class Batch(BeamBatch):
             sequences = runtime.enter_with(kv_caches)
             tables = runtime.device_tables()
             on = runtime.streams.choose(stream, runtime.streams.of_all(sequences))
+            listed = self._listed(sequences, num_contexts, beam_width)
             step = self._describe(sequences, num_tokens, start)
+            self._write_list(listed, step.owner.size)
             before, self._step = self._step, None  # until everything below is enqueued
             if before is not None and before.last is not on:
                 on.wait(before.last.record())  # the step before still reads the staging
@@ -314,10 +325,13 @@ class Batch(BeamBatch):
 
     # -- operands ----------------------------------------------------------------------------------
 
-    def _on(self, stream: object) -> Stream:
-        """The stream for the next operation, ordered behind all earlier work on the pages."""
+    def _on(self, stream: object, *, after_beams: bool = False) -> Stream:
+        """The stream for the next operation, ordered behind all earlier work on the pages.
+
+        What reads rows alone may come `after_beams`, when a beam step has ended the step.
+        """
         runtime, step = self._runtime, self._step
-        if step is None or step.over:
+        if step is None or (step.over and not after_beams):
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams
