@@ -287,13 +287,14 @@ class Batch(BeamBatch, Formats):
         """The slots of the step's rows as a dense int32 array `[num_rows, num_blocks]`.
 
         One launch. -1 where there is no page. `num_blocks` defaults to the longest sequence's.
-        Page indices of a buffer are `slot * scale`, see `KVCacheManager.get_page_index_converter`.
+        Page indices of a buffer are `slot * scale`, see `KVCacheManager.get_page_index_converter`;
+        for lists and tables of them that end with the tokens, `csr_pages` and `ragged_pages`.
         """
         runtime = self._runtime
         with runtime.lock:
             seqs = runtime.control.seqs
             as_int("layer_group", layer_group, 0, seqs.shape.num_groups - 1)
-            on = self._on(stream)
+            on = self._on(stream, after_beams=True)
             if num_blocks is None and self._step is not None:
                 num_blocks = int(seqs.num_blocks[self._step.sequences].max(initial=0))
             num_blocks = as_int("num_blocks", num_blocks, 0, seqs.shape.max_blocks)
@@ -359,6 +360,10 @@ class Batch(BeamBatch, Formats):
         for operand in operands:
             if operand.shape[1] != tokens:
                 raise wrong("buffers", "the same number of tokens for each role", "different ones")
+        return self._mapping_view(group, tokens)
+
+    def _mapping_view(self, group: int, tokens: int) -> Array:
+        """The mapping of the first tokens: the same object for the same number."""
         view = self._views.get((group, tokens))
         if view is None:
             if len(self._views) > 64:

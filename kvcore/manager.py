@@ -284,7 +284,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         one or more steps later, and frees pages then; until then it refuses questions about these
         caches' rows (`ParentsPending`). Never blocks, but pins memory
         once in a while. A driver error after the first launch leaves the last blocks of these beams
-        undefined. The step is over: prepare the next one.
+        undefined. The step is over: only tables of its rows can still be made (`Batch.page_table`,
+        `block_offsets`, `csr_pages`, `ragged_pages`), then prepare the next one.
         """
         runtime = self._runtime
         with runtime.lock:

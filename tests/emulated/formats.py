@@ -9,7 +9,7 @@ import pytest
 
 import kvcore as k
 from tests.emulated import driver
-from tests.emulated.beams import graphs  # noqa: F401 - a fixture
+from tests.emulated.beams import graphs, rig  # noqa: F401 - fixtures
 from tests.emulated.work import Interface
 from tests.gpu.test_formats import *  # noqa: F403
 from tests.helpers import opened
@@ -43,6 +43,10 @@ def test_every_format_is_one_launch(device, monkeypatch):
         tables = m.create_batch_tables()
         assert len(tables.pools) == 3
         assert launches_of(lambda: batch.block_offsets(tables)) == 1
+        nhd = {"layout": "NHD"}
+        assert launches_of(lambda: batch.csr_pages(0, **nhd)) == 1
+        assert launches_of(lambda: batch.ragged_pages(0, ["key"], **nhd)) == 1
+        assert launches_of(lambda: batch.slot_mapping(0, **nhd)) == 1
 
 
 def test_arrays_of_others_are_written_in_place(device, monkeypatch):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.device.base import PageNumbers, RowRanges
 from tests.gpu import tools
 from tests.gpu.test_beams import busy, search  # noqa: F401 - a fixture
 from tests.helpers import opaque_manager, opened
+from tests.page_formats import BOTH, FINER, PLAIN, Member, drawn, expect, make, prepare
 from tests.test_batch_tables import mixed_config
 from tests.test_step_beams import Search
 
@@ -116,3 +118,108 @@ def test_offsets_of_pools_of_several_sizes(device, monkeypatch):
     np.testing.assert_array_equal(found, tables.offsets(caches))
     m.close_kv_caches(caches)
     m.shutdown()
+
+
+# -- pages up to the tokens ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_follow_beam_steps_on_changing_streams(search, seed):  # noqa: F811
+    s = search(seed, (6, 9), (4, 3))
+    streams = [s.device.create_stream() for _ in range(3)]
+    for step in range(12):
+        for stream in (s.stream, *streams):
+            busy(s, stream)
+        s.step(s.random(), stream=streams[step % 3])
+        reader, lens = streams[(step + 1) % 3], s.batch.kv_lens.tolist()
+        csr = s.batch.csr_pages(0, layout="NHD", stream=reader)
+        found = s.device.to_host(csr.kv_indices, stream=reader).tolist()
+        for kv in s.kvs:
+            kv.settle()
+        members = [Member(kv, 0, lens[i]) for kv, i in zip(s.kvs, (0, 4), strict=True)]
+        rows, _ = expect(s.m, members, 0, "key", None)
+        assert found == [page for row in rows for page in row.pages]
+    s.right()
+
+
+SHARED = k.PageIndexMode.SHARED
+
+
+class Captured:
+    """Every format up to the tokens, for up to 20 rows and 120 tokens, in one graph."""
+
+    def __init__(self, device):
+        self.device, self._on, self._graph = device, tools.capturable(device), None
+        self.stream, self.m = device.stream(self._on), make(4, device)
+        self.batch = self.m.create_batch(20, 120)
+        shapes = (20, 32), (21,), (20,), (1,)
+        self.csr = [device.empty((n,), np.int32) for n in (21, 400, 20)]
+        self.ragged = [device.empty(shape, np.int32) for shape in shapes]
+        self.slots = device.empty((120,), np.int64)
+
+    def work(self, stream):
+        batch, finer = self.batch, {"layout": "NHD", "mode": SHARED}
+        batch.csr_pages(PLAIN, layout="NHD", out=self.csr)
+        batch.ragged_pages(FINER, BOTH, no_page=-1, out=self.ragged, **finer)
+        batch.slot_mapping(FINER, out=self.slots, **finer)
+
+    def replay(self, members):
+        prepare(self.batch, members, stream=self.stream)
+        self.device.fill_words(self.csr[1], 77, stream=self.stream)
+        if self._graph is None:
+            self._graph = tools.Graph(self.device, self.work, self._on)
+        self._graph.launch()
+
+    def host(self, array):
+        return self.device.to_host(array, stream=self.stream).tolist()
+
+    def check(self, members):
+        """Rows beyond the present ones are padding."""
+        rows, _ = expect(self.m, members, PLAIN, "key", None)
+        spare, pages = [0] * (20 - len(rows)), [page for row in rows for page in row.pages]
+        assert self.host(self.csr[0]) == self.batch.host_indptr(rows=20).tolist()
+        assert self.host(self.csr[1]) == pages + [77] * (400 - len(pages))
+        last = [row.tokens - 4 * (len(row.pages) - 1) if row.tokens else 0 for row in rows]
+        assert self.host(self.csr[2]) == last + spare
+        rows, _ = expect(self.m, members, FINER, "key", SHARED)
+        filled = [row.pages + [-1] * (32 - len(row.pages)) for row in rows]
+        dense, bounds, lens, count = map(self.host, self.ragged)
+        assert dense == filled + [[-1] * 32 for _ in spare]
+        assert bounds == np.cumsum([0, *(len(row.places) for row in rows), *spare]).tolist()
+        assert (lens, count) == ([row.tokens for row in rows] + spare, [len(rows)])
+        places = [place for row in rows for place in row.places]
+        assert self.host(self.slots) == places + [-1] * (120 - len(places))
+
+
+def test_captured_formats_replay_with_other_rows_and_lengths(device, monkeypatch):
+    """For batches of any beams."""
+    monkeypatch.setattr(device, "grain", lambda quota: 4096)
+    captured, rng = Captured(device), np.random.default_rng(4)
+    for count in (3, 1, 5, 2, 4):
+        members = drawn(captured.m, rng, count, captured.stream)
+        captured.replay(members)
+        captured.check(members)
+        captured.m.close_kv_caches([its.kv for its in members])
+    captured.m.shutdown()
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("longest", [1, 0])
+def test_a_hundred_thousand_indices(rig, longest):
+    """256 sequences of 8,192 tokens in blocks of 16, or of any number of tokens up to that."""
+    rng, rows, blocks = rig.rng, 256, 600
+    table = rng.permutation(rows * blocks).astype(np.int32).reshape(rows, blocks)
+    order = rng.permutation(rows).astype(np.int32)
+    tokens = np.full(rows, 8_192) if longest else rng.integers(0, 8_193, rows)
+    counts = np.minimum(tokens, rng.integers(1, 4, rows))
+    ids = order, tokens - counts, np.cumsum(counts)
+    ranges = RowRanges(*(rig.put(its, np.int32) for its in ids))
+    pages = -(-tokens // 16)
+    csr = [rig.put(np.full(n, 77, np.int32)) for n in (rows + 1, int(pages.sum()) + 9, rows)]
+    how = {"numbers": PageNumbers(), "page_tokens": 16, "stream": rig.stream}
+    rig.device.csr_pages(rig.put(table), ranges, *csr, **how)
+    indptr, indices, last = map(rig.get, csr)
+    np.testing.assert_array_equal(indptr, np.cumsum([0, *pages]))
+    lists = [table[row, :n] for row, n in zip(order, pages, strict=True)]
+    np.testing.assert_array_equal(indices, np.concatenate([*lists, np.full(9, 77)]))
+    np.testing.assert_array_equal(last, tokens - 16 * (pages - (tokens > 0)))
