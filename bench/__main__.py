@@ -19,7 +19,7 @@ SUITES = {
     "prefix": ("bench.prefix",),
     "import": ("bench.imports",),
     "replay": ("bench.replay",),
-    "kernels": ("bench.kernels",),
+    "kernels": ("bench.kernels", "bench.formats"),
     "streams": ("bench.streams", "bench.decode_cuda"),
     "beams": ("bench.beams",),
 }

@@ -33,6 +33,7 @@ from kvcore.errors import (
 )
 from kvcore.events import KVCacheEventManager
 from kvcore.explanation import Explanation, MissReason
+from kvcore.formats import CsrPages, RaggedPages
 from kvcore.ids import CacheTier, PageIndexMode, Status
 from kvcore.keys import sequence_to_blockchain_keys
 from kvcore.kv_cache import KVCache
@@ -56,6 +57,7 @@ __all__ = [
     "BufferConfig",
     "CacheCapacityError",
     "CacheTier",
+    "CsrPages",
     "DiskCacheTierConfig",
     "DriverError",
     "Explanation",
@@ -80,6 +82,7 @@ __all__ = [
     "Pin",
     "PlannedDrop",
     "PoolGroupDesc",
+    "RaggedPages",
     "Retention",
     "ReuseScope",
     "SsmLayerConfig",

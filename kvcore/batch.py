@@ -13,6 +13,7 @@ from kvcore.beam_steps import BEAM_WORDS, BeamSteps
 from kvcore.checks import as_int
 from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong
+from kvcore.formats import Formats
 from kvcore.ids import NO_SLOT
 from kvcore.indirect_steps import beam_steps
 from kvcore.operands import as_operand, new_operand
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 ROWS, STARTS, ENDS = 0, 1, 2
 
 
-class Batch(BeamBatch):
+class Batch(BeamBatch, Formats):
     """The sequences of one step, on the device, at addresses that never change.
 
     A step is an uncaptured `prepare`, and operations that may lie in a CUDA graph captured on
@@ -40,19 +41,22 @@ class Batch(BeamBatch):
     Made by `KVCacheManager.create_batch`. One thread uses a batch at a time.
     """
 
-    def __init__(self, runtime: Runtime, max_rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, runtime: Runtime, max_rows: int, max_tokens: int, max_table_rows: int = 0
+    ) -> None:
         tables, device = runtime.device_tables(), runtime.device
         shape = runtime.control.seqs.shape
         self._runtime = runtime
         self.max_rows, self.max_tokens = max_rows, max_tokens
         count = 3 + (BEAM_WORDS if shape.max_beam_width > 1 else 0)
-        self._words: NDArray[np.int32] = np.zeros((count, max_rows), np.int32)
+        self._flat_words = np.zeros(count * max_rows + max_table_rows, np.int32)
+        self._words: NDArray[np.int32] = self._flat_words[: count * max_rows].reshape(count, -1)
         self._words[ROWS] = NO_SLOT
-        self._flat_words = self._words.reshape(-1)
-        self._staged: Array = device.empty(count * max_rows, np.int32)
+        self._staged: Array = device.empty(self._flat_words.size, np.int32)
         self._parts = [self._staged[i * max_rows : (i + 1) * max_rows] for i in range(count)]
         self.mapping: Array = device.empty((shape.num_groups, max_tokens, 2), np.int32)
         rows, starts, ends = self._parts[:3]
+        self._list_rows(self._flat_words[count * max_rows :], self._staged[count * max_rows :])
         block = shape.tokens_per_block
         twin = tables.array, tables.by_group
         self._launch = device.step_launch(
@@ -86,6 +90,8 @@ class Batch(BeamBatch):
         num_tokens: int | ArrayLike = 1,
         *,
         start: ArrayLike | None = None,
+        num_contexts: int = 0,
+        beam_width: int | Sequence[int] | None = None,
         stream: object = None,
     ) -> None:
         """Brings the device's page table up to date and maps the tokens of a step to their pages.
@@ -98,6 +104,9 @@ class Batch(BeamBatch):
             Tokens of this step per row of each cache.
         start : array_like of int [len(kv_caches)], optional
             Position of the first. Default: the history length.
+        num_contexts, beam_width
+            Which rows `block_offsets` gives, as for `BatchTables.offsets`. Rows other than every
+            cache's own need a batch made with `max_table_rows`.
         stream : optional
             Where it runs. Default: the stream all the caches are bound to, else the manager's.
             Another stream waits, on the device, for the caches' earlier work.
@@ -117,7 +126,9 @@ class Batch(BeamBatch):
             sequences = runtime.enter_with(kv_caches)
             tables = runtime.device_tables()
             on = runtime.streams.choose(stream, runtime.streams.of_all(sequences))
+            listed = self._listed(sequences, num_contexts, beam_width)
             step = self._describe(sequences, num_tokens, start)
+            self._write_list(listed, step.owner.size)
             starts, ends = self._parts[STARTS], self._parts[ENDS]
             before, self._step = self._step, None  # until everything below is enqueued
             if before is not None and before.last is not on:
@@ -280,13 +291,14 @@ class Batch(BeamBatch):
         """The slots of the step's rows as a dense int32 array `[num_rows, num_blocks]`.
 
         One launch. -1 where there is no page. `num_blocks` defaults to the longest sequence's.
-        Page indices of a buffer are `slot * scale`, see `KVCacheManager.get_page_index_converter`.
+        Page indices of a buffer are `slot * scale`, see `KVCacheManager.get_page_index_converter`;
+        for lists and tables of them that end with the tokens, `csr_pages` and `ragged_pages`.
         """
         runtime = self._runtime
         with runtime.lock:
             seqs = runtime.control.seqs
             as_int("layer_group", layer_group, 0, seqs.shape.num_groups - 1)
-            on = self._on(stream)
+            on = self._on(stream, after_beams=True)
             if num_blocks is None and self._step is not None:
                 num_blocks = int(seqs.num_blocks[self._step.sequences].max(initial=0))
             num_blocks = as_int("num_blocks", num_blocks, 0, seqs.shape.max_blocks)
@@ -318,10 +330,13 @@ class Batch(BeamBatch):
 
     # -- operands ----------------------------------------------------------------------------------
 
-    def _on(self, stream: object) -> Stream:
-        """The stream for the next operation, ordered behind all earlier work on the pages."""
+    def _on(self, stream: object, *, after_beams: bool = False) -> Stream:
+        """The stream for the next operation, ordered behind all earlier work on the pages.
+
+        What reads rows alone may come `after_beams`, when a beam step has ended the step.
+        """
         runtime, step = self._runtime, self._step
-        if step is None or step.over:
+        if step is None or (step.over and not after_beams):
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams
@@ -349,6 +364,10 @@ class Batch(BeamBatch):
         for operand in operands:
             if operand.shape[1] != tokens:
                 raise wrong("buffers", "the same number of tokens for each role", "different ones")
+        return self._mapping_view(group, tokens)
+
+    def _mapping_view(self, group: int, tokens: int) -> Array:
+        """The mapping of the first tokens: the same object for the same number."""
         view = self._views.get((group, tokens))
         if view is None:
             if len(self._views) > 64:

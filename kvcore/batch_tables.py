@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.checks import as_int, as_tuple
+from kvcore.device.base import PoolNumbers
 from kvcore.errors import CacheCapacityError, wrong, wrong_type
 from kvcore.ids import NO_SLOT, LayerGroupId, LayerId, align_up
 
@@ -178,12 +179,17 @@ class BatchTables:
 
     Contexts have one row each and generations one per beam, from the caches themselves: a row is
     found by the identity of its cache, wherever in the batch it stands. Made by
-    `KVCacheManager.create_batch_tables`.
+    `KVCacheManager.create_batch_tables`. `Batch.block_offsets` writes the same on the device.
     """
 
     def __init__(self, runtime: Runtime, roles: tuple[str, str]) -> None:
         self._runtime, self.roles = runtime, roles
         self.pools: tuple[TablePool, ...] = _table_pools(runtime, roles)
+        self.numbers = tuple(
+            PoolNumbers(its.layer_group, its.scale, its.kv_offset, its.expansion)
+            for its in self.pools
+        )
+        """`pools`, as a device takes them."""
         self._expansion = max(pool.expansion for pool in self.pools)
 
     @property
@@ -240,45 +246,66 @@ class BatchTables:
         -----
         O(pools * rows * blocks). Enqueues nothing.
         """
-        if no_page not in (NO_SLOT, 0):
-            raise wrong("no_page", "-1 or 0", no_page)
+        check_no_page(no_page)
         runtime = self._runtime
         with runtime.lock:
             sequences = runtime.enter_with(kv_caches)
             runtime.refuse_pending(sequences.tolist(), "offsets")
-            rows = self._rows(sequences, num_contexts, beam_width)
+            rows = table_rows(runtime, sequences, num_contexts, beam_width)
             seqs = runtime.control.seqs
             blocks = int(seqs.num_blocks[sequences].max(initial=0))
-            pages = blocks * self._expansion
             if out is None:
-                shape = (len(self.pools), rows.size, 2, align_up(pages, WHOLE_VECTORS))
-                out = np.empty(shape, np.int32)
+                out = np.empty(self.shape(rows.size, blocks), np.int32)
             else:
-                _check_out(out, len(self.pools), rows.size, pages)
+                _check_out(out)
+                self.check_shape(out.shape, rows.size, blocks)
             out[:] = no_page
             for target, pool in zip(out, self.pools, strict=True):
                 slots = seqs.table[rows, pool.layer_group, :blocks]
                 _write(target[: rows.size], slots, pool)
             return out
 
-    def _rows(
-        self, sequences: Index, num_contexts: int, beam_width: int | Sequence[int] | None
-    ) -> Index:
-        """The rows of the page table that a batch consists of."""
-        seqs, count = self._runtime.control.seqs, sequences.size
-        own = seqs.width[sequences]
-        contexts = as_int("num_contexts", num_contexts, 0, count)
-        asked = own[contexts:].tolist() if beam_width is None else beam_width
-        widths = batch_widths(count, contexts, asked, 2**31 - 1)
-        bad = np.flatnonzero((own != 1) & (own != widths))
-        bad = bad[bad >= contexts]
-        if bad.size:
-            i = int(bad[0])
-            expected = f"the width of kv_caches[{i}], {own[i]}, or a cache of one beam to repeat"
-            raise wrong("beam_width", expected, int(widths[i]))
-        owner, beam = _rows_and_beams(widths)
-        rows: Index = seqs.rows[sequences[owner], np.minimum(beam, own[owner] - 1)]
-        return rows
+    def shape(self, rows: int, blocks: int) -> tuple[int, int, int, int]:
+        """The shape of a table for so many rows of so many blocks."""
+        pages = align_up(blocks * self._expansion, WHOLE_VECTORS)
+        return len(self.pools), rows, 2, pages
+
+    def check_shape(self, given: tuple[int, ...], rows: int, blocks: int) -> None:
+        """Raises `ValueError` unless a table of this shape has room for rows of so many blocks."""
+        pages = blocks * self._expansion
+        right = len(given) == 4 and (given[0], given[2]) == (len(self.pools), 2)
+        if not right or given[1] < rows or given[3] < pages:
+            expected = f"[{len(self.pools)}, at least {rows}, 2, at least {pages}]"
+            raise wrong("out", expected, list(given))
+
+
+def table_rows(
+    runtime: Runtime,
+    sequences: Index,
+    num_contexts: int,
+    beam_width: int | Sequence[int] | None,
+) -> Index:
+    """The rows of the page table that a batch consists of, as `BatchTables.offsets` names them."""
+    seqs, count = runtime.control.seqs, sequences.size
+    own = seqs.width[sequences]
+    contexts = as_int("num_contexts", num_contexts, 0, count)
+    asked = own[contexts:].tolist() if beam_width is None else beam_width
+    widths = batch_widths(count, contexts, asked, 2**31 - 1)
+    bad = np.flatnonzero((own != 1) & (own != widths))
+    bad = bad[bad >= contexts]
+    if bad.size:
+        i = int(bad[0])
+        expected = f"the width of kv_caches[{i}], {own[i]}, or a cache of one beam to repeat"
+        raise wrong("beam_width", expected, int(widths[i]))
+    owner, beam = _rows_and_beams(widths)
+    rows: Index = seqs.rows[sequences[owner], np.minimum(beam, own[owner] - 1)]
+    return rows
+
+
+def check_no_page(no_page: int) -> None:
+    """Raises `ValueError` for anything but the two that kernels know."""
+    if no_page not in (NO_SLOT, 0):
+        raise wrong("no_page", "-1 or 0", no_page)
 
 
 def _write(target: Int32, slots: Int32, pool: TablePool) -> None:
@@ -290,12 +317,9 @@ def _write(target: Int32, slots: Int32, pool: TablePool) -> None:
         np.copyto(cells, first + offset, where=pages >= 0, casting="same_kind")
 
 
-def _check_out(out: Int32, pools: int, rows: int, pages: int) -> None:
+def _check_out(out: Int32) -> None:
     if not isinstance(out, np.ndarray) or out.dtype != np.int32 or out.ndim != 4:
         raise wrong_type("out", "an int32 NumPy array of four dimensions", out)
-    given = out.shape
-    if given[0] != pools or given[1] < rows or given[2] != 2 or given[3] < pages:
-        raise wrong("out", f"[{pools}, at least {rows}, 2, at least {pages}]", list(given))
     if not out.flags.writeable:
         raise wrong("out", "a writable array", "a read-only one")
 

@@ -30,7 +30,7 @@ class BeamBatch:
         @property
         def num_rows(self) -> int: ...
 
-        def _on(self, stream: object) -> Stream: ...
+        def _on(self, stream: object, *, after_beams: bool = False) -> Stream: ...
 
     def step_beams(self, parents: Any, stream: object = None) -> None:
         """See `KVCacheManager.step_beams`, which holds the lock."""
@@ -136,5 +136,6 @@ class BeamBatch:
         members = self._with_beams().members(step)
         runtime.parents.fetch(parents, buffer, members, on)
         self._with_beams().noted(members)
-        runtime.control.seqs.touch(members.sequences)
-        step.over = True
+        seqs = runtime.control.seqs
+        seqs.touch(members.sequences)
+        step.over, step.versions = True, seqs.version[step.sequences]

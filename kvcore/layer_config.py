@@ -29,6 +29,8 @@ DTYPE_BITS: Final = MappingProxyType(
 )
 """Bits of one element, by the name of its type."""
 
+LAYOUTS: Final = ("NHD", "HND", "NH2D")
+
 _set: Final = object.__setattr__  # the way to normalise a field of a frozen dataclass
 
 
@@ -82,8 +84,9 @@ class BufferConfig:
 
     layout: str | None = None
     """Order inside a page: "NHD" is [tokens, heads, dim], the default where a shape is given;
-    "HND" is [heads, tokens, dim]. Take what the attention kernel reads; NHD writes a token
-    contiguously."""
+    "HND" is [heads, tokens, dim]; "NH2D" is NHD with keys and values in one buffer, whose heads are
+    in turn a head's key and its value, so that there are two for each. Take what the attention
+    kernel reads; NHD writes a token contiguously."""
 
     def __post_init__(self) -> None:
         _set(self, "role", as_text("role", self.role))
@@ -98,7 +101,9 @@ class BufferConfig:
             return
         _set(self, "shape", self._checked_shape())
         layout = "NHD" if self.layout is None else self.layout
-        _set(self, "layout", as_choice("layout", layout, ("NHD", "HND")))
+        _set(self, "layout", as_choice("layout", layout, LAYOUTS))
+        if layout == "NH2D" and (len(self.shape) != 2 or self.shape[0] % 2):
+            raise wrong("shape", "(2 * heads, dim) with layout 'NH2D'", self.shape)
 
     def _checked_shape(self) -> tuple[int, ...]:
         bits = DTYPE_BITS[as_choice("dtype", self.dtype, tuple(DTYPE_BITS))]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcore.batch import Batch
 from kvcore.batch_tables import BatchTables
-from kvcore.checks import LONGEST, as_int, token_counts
+from kvcore.checks import LONGEST, as_int, as_optional_int, token_counts
 from kvcore.config import KVCacheManagerConfig
 from kvcore.control.indirection import map_through_paths
 from kvcore.device import open_device
@@ -291,7 +291,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         one or more steps later, and frees pages then; until then it refuses questions about these
         caches' rows (`ParentsPending`). Never blocks, but pins memory
         once in a while. A driver error after the first launch leaves the last blocks of these beams
-        undefined. The step is over: prepare the next one.
+        undefined. The step is over: only tables of its rows can still be made (`Batch.page_table`,
+        `block_offsets`, `csr_pages`, `ragged_pages`), then prepare the next one.
         """
         runtime = self._runtime
         with runtime.lock:
@@ -300,7 +301,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             runtime.refuse_reentry()
             batch.step_beams(parents, stream)
 
-    def create_batch(self, max_rows: int, max_tokens: int) -> Batch:
+    def create_batch(
+        self, max_rows: int, max_tokens: int, *, max_table_rows: int | None = None
+    ) -> Batch:
         """A fixed place on the device for what a step needs to know of its sequences.
 
         Parameters
@@ -309,6 +312,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             Most rows (beams of all sequences) in a step.
         max_tokens : int
             Most tokens in a step.
+        max_table_rows : int, optional
+            Most rows of `Batch.block_offsets`, at least `max_rows`, where those are not every
+            cache's own: the row of a cross cache is repeated for every beam of the decoder.
 
         Raises
         ------
@@ -318,9 +324,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            return Batch(
-                runtime, as_int("max_rows", max_rows, 1), as_int("max_tokens", max_tokens, 1)
-            )
+            rows = as_int("max_rows", max_rows, 1)
+            table_rows = as_optional_int("max_table_rows", max_table_rows, rows)
+            return Batch(runtime, rows, as_int("max_tokens", max_tokens, 1), table_rows or 0)
 
     def create_batch_tables(self, roles: tuple[str, str] = ("key", "value")) -> BatchTables:
         """What makes `[pools, rows, 2, blocks]` tables of page indices, K and V, for a batch.

@@ -26,6 +26,10 @@ from kvcore.device.beams import BeamArrays as BeamArrays
 from kvcore.device.beams import BeamOperations
 from kvcore.device.beams import TailBuffers as TailBuffers
 from kvcore.device.beams import TailPlace as TailPlace
+from kvcore.device.formats import FormatOperations
+from kvcore.device.formats import PageNumbers as PageNumbers
+from kvcore.device.formats import PoolNumbers as PoolNumbers
+from kvcore.device.formats import RowRanges as RowRanges
 from kvcore.device.parts import Array as Array
 from kvcore.device.parts import Event as Event
 from kvcore.device.parts import Int32 as Int32
@@ -38,10 +42,11 @@ from kvcore.device.paths import PathOperations
 from kvcore.layout import PageGeometry as PageGeometry
 
 
-class Device(BeamOperations, PathOperations):
+class Device(BeamOperations, PathOperations, FormatOperations):
     """Memory, streams and the operations of the cache, on one device.
 
-    Those of beams stand in `kvcore.device.beams` and `kvcore.device.paths`.
+    Those of beams stand in `kvcore.device.beams` and `kvcore.device.paths`, page tables in other
+    forms in `kvcore.device.formats`.
     """
 
     kind: str

@@ -20,6 +20,7 @@ from kvcore.device.base import (
     TailPlace,
 )
 from kvcore.device.beams import MAX_BEAMS
+from kvcore.device.formats import PageNumbers, PoolNumbers, RowRanges
 from kvcore.errors import wrong, wrong_type
 
 INT32 = np.dtype(np.int32)
@@ -275,6 +276,72 @@ def check_pairs(pairs: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
         raise wrong("pairs", "int32 [3, n]: sources, targets, tokens", described(pairs))
     copy: np.ndarray[Any, np.dtype[np.int32]] = pairs.copy()
     return copy
+
+
+def check_block_offsets(
+    tables: Array,
+    rows: Array,
+    out: Array,
+    pools: tuple[PoolNumbers, ...],
+    no_page: int,
+    kind: type[Any],
+) -> None:
+    """Checks the arguments of `block_offsets`."""
+    check_array("tables", tables, kind, INT32, (ANY, ANY, ANY), strided=True)
+    check_array("rows", rows, kind, INT32, (ANY,))
+    check_array("out", out, kind, INT32, (len(pools), ANY, 2, ANY))
+    if out.shape[1] < rows.shape[0]:
+        raise wrong("out", f"at least {rows.shape[0]} rows, one per entry of rows", out.shape)
+    if max(out.shape) >= 2**31:
+        raise wrong("out", "axes below 2**31", out.shape)
+    for number, pool in enumerate(pools):
+        if not 0 <= pool.layer_group < tables.shape[0]:
+            text = f"one of {tables.shape[0]} layer groups"
+            raise wrong(f"pools[{number}].layer_group", text, pool.layer_group)
+        _check_numbers(f"pools[{number}]", pool.expansion, pool.scale, pool.kv_offset)
+    _check_numbers("no_page", 1, no_page)
+
+
+def check_row_pages(
+    table: Array,
+    ranges: RowRanges,
+    arrays: dict[str, Array],
+    numbers: PageNumbers,
+    page_tokens: int,
+    no_page: int,
+    kind: type[Any],
+) -> None:
+    """Checks the arguments of `csr_pages` and `ragged_pages`; `arrays` are those to write."""
+    check_array("table", table, kind, INT32, (ANY, ANY), strided=True)
+    check_array("ranges.rows", ranges.rows, kind, INT32, (ANY,))
+    rows = int(ranges.rows.shape[0])
+    for name in ("starts", "ends"):
+        check_array(f"ranges.{name}", getattr(ranges, name), kind, INT32, (rows,))
+    shapes = {"indices": (ANY,), "page_indices": (rows, ANY), "num_seqs": (1,)}
+    shapes |= dict.fromkeys(("indptr", "cu_q_lens"), (rows + 1,))
+    shapes |= dict.fromkeys(("last_page_len", "kv_lens"), (rows,))
+    for name, array in arrays.items():
+        check_array(name, array, kind, INT32, shapes[name])
+        if array.shape[-1] >= 2**31:
+            raise wrong(name, "fewer than 2**31 entries", array.shape)
+    _check_numbers("numbers", numbers.expansion, numbers.scale, numbers.offset)
+    _check_numbers("page_tokens", page_tokens)
+    _check_numbers("no_page", 1, no_page)
+
+
+def check_token_slots(mapping: Array, out: Array, scale: int, offset: int, kind: type[Any]) -> None:
+    """Checks the arguments of `token_slots`."""
+    check_array("mapping", mapping, kind, INT32, (ANY, 2))
+    check_array("out", out, kind, INT64, (mapping.shape[0],))
+    _check_numbers("scale, offset", 1, scale, offset)
+
+
+def _check_numbers(name: str, size: int, *numbers: int) -> None:
+    """`size` counts pages or tokens; the others are what a kernel reckons with."""
+    if not 1 <= size < 2**31:
+        raise wrong(name, "at least 1 and below 2**31", size)
+    if any(not -(2**31) <= number < 2**31 for number in numbers):
+        raise wrong(name, "numbers that fit int32", numbers)
 
 
 def check_geometry(geometry: PageGeometry) -> None:

@@ -25,6 +25,7 @@ from kvcore.device.checks import (
     described,
 )
 from kvcore.device.hostbeams import HostBeams, check_apart
+from kvcore.device.hostformats import HostFormats
 from kvcore.device.hostmemory import (
     POISON,
     HostMemory,
@@ -56,7 +57,7 @@ class HostPageStack:
         return len(self.places) // self.num_roles
 
 
-class HostDevice(HostBeams, HostPaths, Device):
+class HostDevice(HostBeams, HostPaths, HostFormats, Device):
     """The contract on NumPy, with simulated streams.
 
     Parameters

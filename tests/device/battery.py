@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from tests.device.battery_beams import RowTests
 from tests.device.battery_dense import DenseTests
+from tests.device.battery_formats import FormatTests
 from tests.device.battery_memory import MemoryTests
 from tests.device.battery_pages import PageTests
 from tests.device.battery_paths import PathTests
@@ -34,5 +35,6 @@ class Battery(
     TailTests,
     DenseTests,
     PathTests,
+    FormatTests,
 ):
     """All of it."""

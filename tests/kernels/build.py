@@ -18,7 +18,7 @@ SHIM = Path(__file__).parent / "cpu_shim.h"
 MACROS = ("THREADS", "VECTORS", "CHUNK", "STREAM_STORES", "KERNEL", "MAX_ROLES", "MAX_POOLS")
 MACROS += ("MAX_INLINE", "MAX_DIMS", "APPEND", "GATHER", "COPY_PAGES", "FILL_PAGES", "COPY_STRIDED")
 MACROS += ("WARPS", "MAX_SHIFT", "MAX_KINDS", "WARP_UNITS", "COPY_TAILS", "MAX_ARRAYS")
-MACROS += ("PERMUTE",)
+MACROS += ("PERMUTE", "MAX_TABLE_POOLS")
 CHECKS = ("-fsanitize=undefined", "-fno-sanitize=vptr")
 """Tells, on the standard error stream, of misaligned accesses and numbers that overflow."""
 

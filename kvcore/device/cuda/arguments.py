@@ -16,6 +16,9 @@ MAX_INLINE: Final = 256
 MAX_DIMS: Final = 9
 MAX_KINDS: Final = 8
 MAX_ARRAYS: Final = 256
+MAX_TABLE_POOLS: Final = 128
+"""Pools of one launch of `block_offsets`; more take several."""
+
 MAX_UNITS: Final = 2**31 - 1
 """Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 
@@ -218,6 +221,38 @@ MOVE_ARGS: Final = _struct(
     ("head_units", DIVIDER),
     ("reserved", np.uint32),
     ("pages", PAGES),
+)
+TABLE_POOL: Final = _struct(
+    ("group", np.int32), ("scale", np.int32), ("kv_offset", np.int32), ("expansion", DIVIDER)
+)
+OFFSET_ARGS: Final = _struct(
+    ("tables", np.uint64),
+    ("group_stride", np.int64),
+    ("row_stride", np.int64),
+    ("rows", np.uint64),
+    ("out", np.uint64),
+    *((name, np.uint32) for name in ("table_rows", "table_blocks", "num_rows")),
+    *((name, np.uint32) for name in ("out_rows", "out_pages")),
+    ("no_page", np.int32),
+    ("pools", TABLE_POOL, MAX_TABLE_POOLS),
+)
+ROW_PAGES_ARGS: Final = _struct(
+    ("table", np.uint64),
+    ("row_stride", np.int64),
+    *((name, np.uint64) for name in ("rows", "starts", "ends")),
+    *((name, np.uint64) for name in ("pages", "bounds", "lens", "count")),
+    *((name, np.uint32) for name in ("num_rows", "num_pages", "table_rows", "max_tokens")),
+    *((name, np.int32) for name in ("scale", "offset", "no_page")),
+    ("block_rows", np.uint32),
+    ("page_tokens", DIVIDER),
+    ("expansion", DIVIDER),
+)
+TOKEN_SLOT_ARGS: Final = _struct(
+    ("mapping", np.uint64),
+    ("out", np.uint64),
+    ("scale", np.int64),
+    ("offset", np.int64),
+    ("num_tokens", np.int64),
 )
 LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
 DELAY_ARGS: Final = _struct(("cycles", np.int64))

@@ -39,6 +39,7 @@ from kvcore.device.cuda.blocks import (
 )
 from kvcore.device.cuda.driver import context_of, current_device
 from kvcore.device.cuda.foreign import as_array
+from kvcore.device.cuda.formats import CudaFormats
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.lists import SentLists
@@ -67,7 +68,7 @@ FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
 """Sources that are compiled when they are first used."""
 
 
-class CudaDevice(CudaBeams, Device):
+class CudaDevice(CudaBeams, CudaFormats, Device):
     """One GPU: pools in CUDA virtual memory, arrays of CuPy, work on the callers' streams.
 
     Nothing here has a default stream, and the caller's current device stays what it was. Several
@@ -256,11 +257,10 @@ class CudaDevice(CudaBeams, Device):
     def copy_pages(
         self, pools: Sequence[tuple[Memory, int]], src: Int32, dst: Int32, *, stream: Stream
     ) -> None:
-        own = self._pools(pools)
         src, dst = check_ids("src", src), check_ids("dst", dst)
         if len(src) != len(dst):
             raise wrong("dst", f"one slot per source ({len(src)})", len(dst))
-        self._copies(own, np.stack((src, dst)), 0, as_own(stream))
+        self._copies(self._pools(pools), np.stack((src, dst)), 0, as_own(stream))
 
     def fill_pages(
         self, pools: Sequence[tuple[Memory, int]], slots: Int32, value: int, *, stream: Stream
@@ -359,6 +359,7 @@ class CudaDevice(CudaBeams, Device):
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
         self._prepare_beams(self, self._words)
+        self._prepare_formats(self)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:
         """A launch of an entry point that packs `head` in each call."""
@@ -384,8 +385,7 @@ class CudaDevice(CudaBeams, Device):
 
     def upload(self, target: Array, values: NDArray[Any]) -> None:
         """Copies into a dense array of equal size. BLOCKS for as long as that takes."""
-        with self._lock:
-            stream = as_own(self.own_stream())
+        stream = as_own(self.own_stream())
         self._uploads.send(values, target.data.ptr, stream)
         stream.synchronize()
 

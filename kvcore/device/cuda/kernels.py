@@ -25,6 +25,7 @@ from kvcore.device.cuda.arguments import (
     MAP_ARGS,
     MAP_PATHS_ARGS,
     MOVE_ARGS,
+    OFFSET_ARGS,
     PAGES,
     PAIR_ARGS,
     PATHS,
@@ -32,17 +33,20 @@ from kvcore.device.cuda.arguments import (
     PLACE,
     POOL,
     ROW_ARGS,
+    ROW_PAGES_ARGS,
     SCATTER_ARGS,
     SLOT_ARGS,
     STAGED_ARGS,
     STEP_PATHS_ARGS,
     STEP_ROWS_ARGS,
     STRIDED_ARGS,
+    TABLE_POOL,
     TAIL_ARGS,
     TAIL_BUFFERS,
     TAIL_KIND,
     TAKE_PATHS_ARGS,
     TOKEN_ARGS,
+    TOKEN_SLOT_ARGS,
     WORD_ARGS,
     Fields,
 )
@@ -147,6 +151,16 @@ def _beam_sources() -> list[Source]:
     ]
 
 
+def _format_sources() -> list[Source]:
+    offsets = {"OffsetArgs": OFFSET_ARGS, "TablePool": TABLE_POOL, "Divider": DIVIDER}
+    entries = dict.fromkeys(("csr_pages", "ragged_pages"), ROW_PAGES_ARGS)
+    return [
+        Source("block_offsets", {"block_offsets": OFFSET_ARGS}, offsets),
+        Source("row_pages", entries, {"RowPagesArgs": ROW_PAGES_ARGS}, threads=256),
+        Source("token_slots", {"token_slots": TOKEN_SLOT_ARGS}, {"TokenSlotArgs": TOKEN_SLOT_ARGS}),
+    ]
+
+
 def _for_tests() -> Source:
     return Source(
         "latch",
@@ -164,6 +178,7 @@ def _sources() -> dict[str, Source]:
         ),
         *_slot_sources(),
         *_beam_sources(),
+        *_format_sources(),
         Source(
             "scatter_table",
             {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},
