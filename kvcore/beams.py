@@ -14,7 +14,7 @@ from kvcore.control.rebinding import BeamPlan, rows_and_pages
 from kvcore.control.widening import plan_widening
 from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
 from kvcore.handle import Handle
-from kvcore.ids import Ticket
+from kvcore.ids import NO_TICKET, Ticket
 
 
 class Beams(Handle):
@@ -212,7 +212,10 @@ class Beams(Handle):
         return plan(control, sequence, parents, valid_tokens)
 
     def _copy(self, plan: BeamPlan) -> Ticket:
-        """Enqueues the plan's copies; the moment after them. A failure gives its slots back."""
+        """Enqueues the plan's copies; the moment after them, if somebody needs to know.
+
+        A failure gives its slots back.
+        """
         runtime, stream = self._runtime, self.stream
         enqueued = False
         try:
@@ -225,7 +228,7 @@ class Beams(Handle):
                 enqueued = True
                 runtime.copy_pages(plan.copies, stream)
                 runtime.token_mover.enqueue(plan.moves, stream)
-            return runtime.streams.moment(self._sequence)
+            return runtime.streams.moment(self._sequence) if plan.frees else NO_TICKET
         except BaseException:
             after = runtime.streams.moment(self._sequence) if enqueued else None
             plan.cancel(runtime.control, after)

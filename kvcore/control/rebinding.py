@@ -41,6 +41,11 @@ class BeamPlan(ABC):
     copies: tuple[PageCopies, ...]
     moves: tuple[TokenMoves, ...]
 
+    @property
+    def frees(self) -> bool:
+        """Whether something goes out of use, for which later owners wait."""
+        return True
+
     @abstractmethod
     def publish(self, control: ControlPlane, ticket: Ticket) -> None:
         """Makes the plan the sequence's state; `ticket` comes after its copies. Cannot fail."""

@@ -22,6 +22,11 @@ from kvcore.plan import PageCopies
 class Widening(BeamPlan):
     """Row 0 stays as it is; the others are new."""
 
+    @property
+    def frees(self) -> bool:
+        """New rows: who had them before said when they were no longer read."""
+        return False
+
     def publish(self, control: ControlPlane, ticket: Ticket) -> None:
         seqs, sequence, shared = control.seqs, self.sequence, self.shared
         first, blocks = seqs.rows.item(sequence, 0), seqs.num_blocks.item(sequence)
