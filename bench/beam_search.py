@@ -45,6 +45,8 @@ class Search:
         Tokens that each beam will get later.
     stream : optional
         Default: one of its own, which can be captured.
+    mode : str, default "fork"
+        The manager's `beam_mode`.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Search:
         width: int,
         room: int = 0,
         stream: Any = None,
+        mode: str = "fork",
     ) -> None:
-        self.bench, self.model, self.width = bench, model, width
+        self.bench, self.model, self.width, self.mode = bench, model, width, mode
         self.lengths = np.array(lengths)
         self.captured = cupy.cuda.Stream(non_blocking=True)
         self.stream = bench.device.stream(self.captured if stream is None else stream)
@@ -84,6 +87,7 @@ class Search:
             max_sequences=len(self.lengths),
             max_seq_len=(longest // T + 1) * T,
             max_beam_width=self.width,
+            beam_mode=self.mode,
             enable_partial_commit=False,
         )
 

@@ -189,6 +189,37 @@ def bench_rival(_: Any) -> Results:
     yield latency(f"device: {RIVAL}", Times.of(found))
 
 
+def bench_paths(device: Any) -> Results:
+    """Indirection mode: a step behind 1,024 generated tokens, and the end of such a search."""
+    prompt, end = LONG
+    with Bench(device) as bench:
+        lengths = [prompt + 1] * len(LENGTHS)
+        search = Search(bench, Model(), lengths, WIDTH, room=end - prompt, mode="indirection")
+        for parents in random_parents(search.rows, end - prompt):
+            search.begin()
+            search.set_parents(parents)
+            search.step()
+            search.end()
+        search.manager.advance(search.kvs, 1)
+        search.batch.prepare(search.kvs, 1)
+        search.step()
+        for kv in search.kvs:
+            kv.settle()
+        search.batch.prepare(search.kvs, 1)
+        graph, on = search.graph(), cupy.cuda.Stream.from_external(bench.stream)
+        times = bench.cold(lambda: graph.launch(on), REPLAYS)
+        name = f"{len(LENGTHS)} x {WIDTH} beams, {end - prompt:,} tokens behind the prompt"
+        yield latency(f"device: beam step through paths, {name}", times)
+        found = []
+        for kv in search.kvs:
+            began = time.perf_counter()
+            kv.collapse(1)
+            bench.device.synchronize()
+            found.append((time.perf_counter() - began) * 1e6)
+        yield latency("collapse of one search, until the device is done", Times.of(found))
+        search.close()
+
+
 def bench_expansion(device: Any) -> Results:
     """From 1 beam to 4, again and again: pages are taken, three of them get the tail."""
     with Bench(device) as bench:

@@ -5,7 +5,8 @@
 #
 # Results and logs go to ${OUT:-bench/results}. Every step runs, also after one has failed; each one's
 # exit status is listed at the end, and the script's own is 1 if any was not 0. Needs CuPy, cuda-core,
-# pytest and hypothesis in ${PYTHON:-python3}, and compute-sanitizer for the last two steps.
+# pytest and hypothesis in ${PYTHON:-python3}, and compute-sanitizer for the last two steps. Tests of
+# the transformers cache are skipped without torch and transformers.
 # LIMIT is the longest a step may take, in seconds; SANITIZED what the sanitizer runs.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1

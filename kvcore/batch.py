@@ -15,6 +15,7 @@ from kvcore.device.base import StepArrays
 from kvcore.errors import StateError, wrong
 from kvcore.formats import Formats
 from kvcore.ids import NO_SLOT
+from kvcore.indirect_steps import beam_steps
 from kvcore.operands import as_operand, new_operand
 from kvcore.steps import Step, UsualAppend
 
@@ -63,7 +64,7 @@ class Batch(BeamBatch, Formats):
         )
         self._beams: BeamSteps | None = None
         if count > 3:
-            self._beams = BeamSteps(runtime, self._words[3:], rows, self._parts[3:])
+            self._beams = beam_steps(runtime, self._words[3:], rows, self._parts[3:])
         self._views: dict[tuple[int, int], Array] = {}
         self._step: Step | None = None
         self._usual: UsualAppend | None = None
@@ -128,6 +129,7 @@ class Batch(BeamBatch, Formats):
             listed = self._listed(sequences, num_contexts, beam_width)
             step = self._describe(sequences, num_tokens, start)
             self._write_list(listed, step.owner.size)
+            starts, ends = self._parts[STARTS], self._parts[ENDS]
             before, self._step = self._step, None  # until everything below is enqueued
             if before is not None and before.last is not on:
                 on.wait(before.last.record())  # the step before still reads the staging
@@ -135,6 +137,8 @@ class Batch(BeamBatch, Formats):
             seqs = runtime.control.seqs
             try:
                 tables.send(seqs.dirty, seqs.used_rows, self._flat_words, on, self._launch)
+                if self._beams is not None:
+                    self._beams.map_tokens(step, starts, ends, self.mapping, on)
             finally:
                 tables.seal(on)
             step.stream = step.last = on
@@ -173,7 +177,7 @@ class Batch(BeamBatch, Formats):
             if self._beams is not None:
                 self._beams.describe_rows(step)
         if self._beams is not None:
-            self._beams.describe_tokens(step, starts + counts)
+            self._beams.describe_tokens(step, starts, counts)
         size = step.owner.size
         words[STARTS, :size] = starts if size == sequences.size else starts[step.owner]
         return step

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.checks import as_int
 from kvcore.errors import StateError, wrong
 
 if TYPE_CHECKING:
@@ -52,6 +53,48 @@ class BeamBatch:
                 tables.seal(on)
             self._follow(array, buffer, on)
 
+    def cache_indirection(
+        self, num_positions: int | None = None, *, out: Any = None, stream: object = None
+    ) -> Any:
+        """Which beam's page holds each position of each row, int32 `[num_rows, num_positions]`.
+
+        For kernels that read through an indirection: row i finds position p in the row of
+        `page_table` of its cache's beam `[i, p]`. 0 in what all beams share and in rows of one
+        beam; the beam itself from this step's first position on. One launch; may be captured.
+
+        Parameters
+        ----------
+        num_positions : int, optional
+            Default: the longest capacity of the step's caches, up to whole blocks.
+        out : int32 array [num_rows, num_positions], optional
+            Where to write, on the device. Default: a new array.
+        stream : optional
+            Default: `prepare`'s.
+
+        Raises
+        ------
+        StateError
+            The manager's `beam_mode` is not "indirection", or it was made for one beam; the batch
+            holds no step.
+        ValueError
+            `out` has another shape or dtype.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            beams, seqs = self._with_beams(), runtime.control.seqs
+            on = self._on(stream)
+            if num_positions is None and self._step is not None:
+                blocks = int(seqs.num_blocks[self._step.sequences].max(initial=0))
+                num_positions = blocks * seqs.shape.tokens_per_block
+            count = as_int("num_positions", num_positions, 0)
+            shape = (self.num_rows, count)
+            if out is None:
+                out = runtime.device.empty(shape, np.int32, stream=on)
+            elif tuple(out.shape) != shape or out.dtype != np.int32:
+                raise wrong("out", f"int32 {shape}", f"{out.dtype} {tuple(out.shape)}")
+            beams.take_indirection(out, on)
+            return out
+
     def finish(self, parents: Any = None, *, stream: object = None) -> None:
         """Ends a step whose work was replayed from a graph, or runs on another stream.
 
@@ -92,6 +135,7 @@ class BeamBatch:
             raise StateError("the batch holds no step; call prepare() first")
         members = self._with_beams().members(step)
         runtime.parents.fetch(parents, buffer, members, on)
+        self._with_beams().noted(members)
         seqs = runtime.control.seqs
         seqs.touch(members.sequences)
         step.over, step.versions = True, seqs.version[step.sequences]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import BeamArrays, TailPlace
+from kvcore.errors import StateError
 from kvcore.ids import NO_TICKET, LayerGroupId
 from kvcore.layout import page_geometry
 from kvcore.parents import Members
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
     from kvcore.steps import Step
 
 Int32 = NDArray[np.int32]
+Index = NDArray[np.intp]
 
 FIRST, WIDTH, SHARED, BLOCKS, VALID = range(5)
 BEAM_WORDS: Final = 5
 
 
-class BeamSteps:
-    """The beam steps of one batch.
+class BeamSteps(ABC):
+    """The beam steps of one batch, in one of the two modes.
 
     Parameters
     ----------
@@ -39,14 +42,7 @@ class BeamSteps:
 
     def __init__(self, runtime: Runtime, words: Int32, rows: Array, parts: list[Array]) -> None:
         self._runtime, self._words = runtime, words
-        first, width, shared, blocks, valid = parts
-        most = runtime.config.max_beam_width
-        self.arrays = BeamArrays(rows, first, width, shared, blocks, valid, most)
-        self._sources: Array = runtime.device.empty(rows.shape, np.int32)
-        tables = runtime.device_tables()
-        groups = range(runtime.control.seqs.shape.num_groups)
-        self._tails = runtime.tails.by_layer_group  # made here: a capture must not
-        self._tables = [tables.by_group[group] for group in groups]  # kept: views are checked once
+        self._rows, self._parts = rows, parts
 
     def describe_rows(self, step: Step) -> None:
         """Writes which rows belong together."""
@@ -56,25 +52,32 @@ class BeamSteps:
         words[FIRST, :size] = (np.cumsum(widths) - widths)[owner]
         words[WIDTH, :size], words[WIDTH, size:] = widths[owner], 0
 
-    def describe_tokens(self, step: Step, ends: Int32) -> None:
-        """Writes which blocks are shared and which private, and where the data ends."""
-        seqs, owner, size = self._runtime.control.seqs, step.owner, step.owner.size
-        history, blocks = seqs.history[step.sequences], seqs.num_blocks[step.sequences]
-        shared = np.minimum(history // seqs.shape.tokens_per_block, blocks)
-        for word, values in ((SHARED, shared), (BLOCKS, blocks), (VALID, ends)):
-            self._words[word, :size] = values[owner]
+    @abstractmethod
+    def describe_tokens(self, step: Step, starts: Int32, counts: int | Int32) -> None:
+        """Writes what else the mode's operations need to know, for tokens of these positions."""
 
     def members(self, step: Step) -> Members:
         """The sequences of a step that have beams, as `describe_*` wrote them."""
-        words = self._words
         widths = self._runtime.control.seqs.width[step.sequences]
         some = np.flatnonzero(widths > 1)
         first = (np.cumsum(widths) - widths)[some].astype(np.intp)
-        sequences = step.sequences[some]
-        shared, blocks = words[SHARED, first], words[BLOCKS, first]
-        size = self._runtime.control.seqs.shape.tokens_per_block
-        tails = np.maximum(-(-words[VALID, first] // size) - shared, 0)
-        return Members(sequences, first, widths[some], shared, blocks, tails)
+        return Members(step.sequences[some], first, widths[some], *self._changes(first))
+
+    @abstractmethod
+    def _changes(self, first: Index) -> tuple[Int32, Int32, Int32]:
+        """`low`, `high` and `tails` of `Members`, from the words at these positions."""
+
+    @abstractmethod
+    def map_tokens(self, step: Step, starts: Array, ends: Array, out: Array, on: Stream) -> None:
+        """Enqueues what the step's mapping needs beyond `Device.map_tokens`."""
+
+    @abstractmethod
+    def noted(self, members: Members) -> None:
+        """A step of `members` is enqueued, and its parents are on their way."""
+
+    @abstractmethod
+    def take_indirection(self, out: Array, stream: Stream) -> None:
+        """Enqueues who has which position, for the rows of the batch."""
 
     @contextmanager
     def restored_on_failure(self, step: Step | None) -> Iterator[None]:
@@ -86,15 +89,64 @@ class BeamSteps:
             yield
         except BaseException:
             if step is not None:
-                seqs = self._runtime.control.seqs
                 for sequence in self.members(step).sequences.tolist():
-                    rows = seqs.rows[sequence, : seqs.width[sequence]]
-                    seqs.mark_blocks(rows, int(seqs.num_blocks[sequence]), NO_TICKET)
-                seqs.touch(step.sequences)
+                    self._resend(sequence)
+                self._runtime.control.seqs.touch(step.sequences)
             raise
 
+    @abstractmethod
+    def _resend(self, sequence: int) -> None:
+        """Lets the device take over what the host knows of a sequence's beams."""
+
+    @abstractmethod
     def enqueue(self, parents: Array, stream: Stream) -> None:
-        """The launches: rows, then tails by layer group. May be captured."""
+        """The launches of a step. May be captured."""
+
+
+class ForkSteps(BeamSteps):
+    """Rows are complete in themselves: they are permuted, and tails copied."""
+
+    def __init__(self, runtime: Runtime, words: Int32, rows: Array, parts: list[Array]) -> None:
+        super().__init__(runtime, words, rows, parts)
+        first, width, shared, blocks, valid = parts
+        most = runtime.config.max_beam_width
+        self.arrays = BeamArrays(rows, first, width, shared, blocks, valid, most)
+        self._sources: Array = runtime.device.empty(rows.shape, np.int32)
+        tables = runtime.device_tables()
+        groups = range(runtime.control.seqs.shape.num_groups)
+        self._tails = runtime.tails.by_layer_group  # made here: a capture must not
+        self._tables = [tables.by_group[group] for group in groups]  # kept: views are checked once
+
+    def describe_tokens(self, step: Step, starts: Int32, counts: int | Int32) -> None:
+        seqs, owner, size = self._runtime.control.seqs, step.owner, step.owner.size
+        history, blocks = seqs.history[step.sequences], seqs.num_blocks[step.sequences]
+        shared = np.minimum(history // seqs.shape.tokens_per_block, blocks)
+        for word, values in ((SHARED, shared), (BLOCKS, blocks), (VALID, starts + counts)):
+            self._words[word, :size] = values[owner]
+
+    def map_tokens(self, step: Step, starts: Array, ends: Array, out: Array, on: Stream) -> None:
+        """Rows are complete: nothing."""
+
+    def noted(self, members: Members) -> None:
+        """The host's rows are those of before until the parents arrive: nothing."""
+
+    def take_indirection(self, out: Array, stream: Stream) -> None:
+        raise StateError(
+            "cache_indirection: every row is complete in itself with beam_mode='fork'; make the "
+            "manager with beam_mode='indirection', or read the page table alone"
+        )
+
+    def _changes(self, first: Index) -> tuple[Int32, Int32, Int32]:
+        words, size = self._words, self._runtime.control.seqs.shape.tokens_per_block
+        shared, blocks = words[SHARED, first], words[BLOCKS, first]
+        return shared, blocks, np.maximum(-(-words[VALID, first] // size) - shared, 0)
+
+    def _resend(self, sequence: int) -> None:
+        seqs = self._runtime.control.seqs
+        rows = seqs.rows[sequence, : seqs.width[sequence]]
+        seqs.mark_blocks(rows, int(seqs.num_blocks[sequence]), NO_TICKET)
+
+    def enqueue(self, parents: Array, stream: Stream) -> None:
         runtime = self._runtime
         device, tables = runtime.device, runtime.device_tables()
         device.step_rows(tables.array, self.arrays, parents, self._sources, stream=stream)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from kvcore.checks import as_int
-from kvcore.control.beams import cancel_rebinding, plan_rebinding, publish_rebinding
+from kvcore.control.beams import plan_reordering
+from kvcore.control.indirection import plan_redirection
+from kvcore.control.rebinding import BeamPlan, rows_and_pages
+from kvcore.control.widening import plan_widening
 from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
 from kvcore.handle import Handle
 from kvcore.ids import Ticket
-from kvcore.plan import Rebinding
 
 
 class Beams(Handle):
-    """The part of a `KVCache` that follows the hypotheses of a beam search, in fork mode.
+    """The part of a `KVCache` that follows the hypotheses of a beam search.
 
-    A beam's row of the page table is complete in itself, so any paged attention kernel can read it.
+    In fork mode a beam's row of the page table is complete in itself, so any paged attention kernel
+    can read it. In indirection mode (`beam_mode="indirection"`) beams keep their pages, rows of
+    beams after the first are -1 in the blocks that all share, and
+    `Batch.cache_indirection` says which beam's page holds each position.
     """
 
     __slots__ = ()
@@ -26,17 +32,16 @@ class Beams(Handle):
     def beam_width(self) -> int:
         """Live beams, 0 once closed.
 
-        Assigning is `set_beam_width` that raises `OutOfPagesError` instead of answering False.
+        Assigning is `set_beam_width` that raises `OutOfPagesError` instead of answering False: it
+        says how many pages, or table rows, are missing.
         """
         return int(self._runtime.control.seqs.width[self._sequence]) if self._sequence >= 0 else 0
 
     @beam_width.setter
     def beam_width(self, width: int) -> None:
-        if not self.set_beam_width(width):
-            raise OutOfPagesError(
-                f"beam_width: no room for the private pages or table rows of {width} beams; "
-                "close or shrink other caches and retry"
-            )
+        with self._runtime.lock:
+            if not self.set_beam_width(width):
+                raise self._no_room(width)
 
     def set_beam_width(
         self, width: int, parents: Sequence[int] | None = None, *, block: bool = False
@@ -68,12 +73,14 @@ class Beams(Handle):
         Notes
         -----
         Full blocks of the history are shared. Every beam gets its own copy of the blocks after,
-        copied on the bound stream by one launch per pool group. O(beams * blocks) on the host.
+        copied on the bound stream by one launch per layer group. O(beams * blocks) on the host.
+        In indirection mode beams that are added later get pages and no copies; when beams leave,
+        what the others read in their pages is moved token by token, which needs declared layouts.
         """
         runtime = self._runtime
         with runtime.lock:
             sequence = self._known("set_beam_width")
-            old = int(runtime.control.seqs.width[sequence])
+            old = runtime.control.seqs.width.item(sequence)
             width = as_int("width", width, 1, runtime.config.max_beam_width)
             if width == old and parents is None:
                 return True
@@ -84,7 +91,8 @@ class Beams(Handle):
             if width == old and chosen == tuple(range(old)):
                 return True
             self._check_width_change(width, old)
-            return runtime.retry(lambda: self._rebind(chosen, self.capacity), block)
+            valid = runtime.control.seqs.capacity.item(sequence)
+            return runtime.retry(partial(self._rebind, chosen, valid), block)
 
     def reorder_beams(self, parents: Sequence[int], *, valid_tokens: int | None = None) -> None:
         """Makes beam i continue what beam `parents[i]` was, for all beams at once.
@@ -121,6 +129,23 @@ class Beams(Handle):
             if chosen != tuple(range(width)) and not self._rebind(chosen, valid_tokens):
                 raise InternalError("reordering beams asked for pages")
 
+    def collapse(self, winner: int) -> None:
+        """Ends the search: beam `winner` is the only one left.
+
+        `set_beam_width(1, parents=[winner])`, which can't be short of pages. In indirection mode
+        this gathers the winner's path into beam 0's pages, by one launch for all layers and roles
+        of one layout. Its blocks can be committed afterwards.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No such beam.
+        StateError
+            See `set_beam_width`.
+        """
+        if not self.set_beam_width(1, parents=[winner]):
+            raise InternalError("collapsing beams asked for pages")
+
     def settle(self) -> None:
         """BLOCKS until the parents of all beam steps of this cache have arrived on the host.
 
@@ -132,16 +157,17 @@ class Beams(Handle):
             runtime.parents.settle(self._open())
 
     def _check_width_change(self, width: int, old: int) -> None:
-        if self._runtime.config.enable_partial_commit:
+        runtime, sequence = self._runtime, self._sequence
+        if runtime.config.enable_partial_commit:
             raise StateError(
                 "beam width: beams need enable_partial_commit=False, because their last block is "
                 "still being written; set it in the KVCacheManagerConfig"
             )
         if width <= old:
             return
-        if not self.is_active:
+        if not runtime.control.seqs.active.item(sequence):
             raise StateError("beam width: only an active cache can be widened; resume() it first")
-        prompt, history = self.expected_prompt_length, self.history_length
+        prompt, history = self.expected_prompt_length, runtime.control.seqs.history.item(sequence)
         if history < (1 if prompt is None else prompt):
             raise StateError(
                 f"beam width: the prompt is not computed yet: history_length is {history}, "
@@ -149,39 +175,60 @@ class Beams(Handle):
                 "resize(None, prompt length)"
             )
 
+    def _no_room(self, width: int) -> OutOfPagesError:
+        control = self._runtime.control
+        rows, pages = rows_and_pages(control, self._sequence, width)
+        who, free = f"beam_width: {width} beams", control.seqs.num_free_rows
+        if rows <= free:
+            return control.refusal(who, pages)
+        return OutOfPagesError(
+            f"{who} take {rows} more table rows, {free} of max_rows={control.seqs.shape.max_rows} "
+            f"are free: {rows - free} missing; close or narrow other caches, or raise max_rows"
+        )
+
     def _rebind(self, parents: tuple[int, ...], valid_tokens: int) -> bool:
         runtime, sequence = self._runtime, self._sequence
         if runtime.bound_rows:
             blocks = runtime.control.seqs.num_blocks[[sequence]]
             runtime.bound_rows.check(np.array([sequence]), blocks)
-        plan = plan_rebinding(runtime.control, sequence, parents, valid_tokens)
+        plan = self._plan(parents, valid_tokens)
         if plan is None:
             return False
         ticket = self._copy(plan)
-        before, size = self.beam_width, runtime.control.seqs.shape.tokens_per_block
-        publish_rebinding(runtime.control, plan, ticket)
-        copied = sum(copy.src.size for copy in plan.copies) // len(plan.taken)
-        shared = self.history_length // size
-        runtime.control.stats.rebound(sequence, before, len(parents), shared, copied)
-        runtime.bound_rows.release(sequence, first_beam=len(parents))
-        runtime.bound_rows.refresh(sequence)
+        before = self.beam_width
+        plan.publish(runtime.control, ticket)
+        stats = runtime.control.stats
+        stats.rebound(sequence, before, plan.width, plan.shared, plan.copied_blocks)
+        if runtime.bound_rows:
+            runtime.bound_rows.release(sequence, first_beam=plan.width)
+            runtime.bound_rows.refresh(sequence)
         return True
 
-    def _copy(self, plan: Rebinding) -> Ticket:
+    def _plan(self, parents: tuple[int, ...], valid_tokens: int) -> BeamPlan | None:
+        control, sequence = self._runtime.control, self._sequence
+        if control.seqs.width.item(sequence) == 1:
+            return plan_widening(control, sequence, len(parents), valid_tokens)
+        plan = plan_reordering if control.paths is None else plan_redirection
+        return plan(control, sequence, parents, valid_tokens)
+
+    def _copy(self, plan: BeamPlan) -> Ticket:
         """Enqueues the plan's copies; the moment after them. A failure gives its slots back."""
         runtime, stream = self._runtime, self.stream
         enqueued = False
         try:
             if stream is not None:  # else it was never resumed and has no page
+                if plan.moves:
+                    runtime.token_mover.check()
                 runtime.streams.come_home(self._sequence)
                 for tickets in plan.tickets:
                     runtime.fences.wait(stream, tickets)
                 enqueued = True
                 runtime.copy_pages(plan.copies, stream)
+                runtime.token_mover.enqueue(plan.moves, stream)
             return runtime.streams.moment(self._sequence)
         except BaseException:
             after = runtime.streams.moment(self._sequence) if enqueued else None
-            cancel_rebinding(runtime.control, plan, after)
+            plan.cancel(runtime.control, after)
             raise
 
 

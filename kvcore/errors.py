@@ -25,7 +25,7 @@ class OutOfPagesError(CacheCapacityError):
     message : str
         What could not be done.
     missing : int
-        How many pages were short, 0 if unknown.
+        How many pages were short; 0 if that is unknown, or something else was short.
     """
 
     def __init__(self, message: str, missing: int = 0) -> None:

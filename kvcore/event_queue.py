@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvcore.errors import wrong_type
 from kvcore.event_types import (
     BlockHash,
     EventData,
@@ -110,16 +111,19 @@ class EventQueue:
                     return self._publish(events, self.capacity)
             try:
                 gathered = gather(events)
+                if rank != 0 or self.capacity <= 0:
+                    return
+                found = _of_ranks(gathered)
             except BaseException:
                 with self.changed:
                     self._pending.extendleft(reversed(pending))
                     self._trim()
                 raise
-            if rank == 0 and gathered is not None and self.capacity > 0:
-                kept = [list(events)[-self.capacity :] for events in gathered]
-                with self.changed:
-                    everything = [event for events in kept for event in events]
-                    self._publish(everything, self.capacity * len(kept))
+            kept = [events[-self.capacity :] for events in found]
+            with self.changed:
+                self.num_dropped += sum(map(len, found)) - sum(map(len, kept))
+                everything = [event for events in kept for event in events]
+                self._publish(everything, self.capacity * len(kept))
 
     def take(self, timeout: float | None) -> list[KVCacheEvent]:
         """All readable events; waits for the first one, at most `timeout` seconds."""
@@ -180,3 +184,12 @@ class EventQueue:
             self._visible.popleft()
             self.num_dropped += 1
         self.changed.notify_all()
+
+
+def _of_ranks(gathered: object) -> list[list[KVCacheEvent]]:
+    """What a gather returned on rank 0."""
+    ranks = list(gathered) if isinstance(gathered, Iterable) else []
+    if not ranks or not all(isinstance(events, Iterable) for events in ranks):
+        expected = "the events of each rank, on rank 0"
+        raise wrong_type("attention_dp_gather", expected, gathered)
+    return [list(events) for events in ranks]

@@ -14,6 +14,7 @@ import numpy as np
 from kvcore.checks import as_int
 from kvcore.config import ReuseScope
 from kvcore.control.listener import StoredRun
+from kvcore.errors import wrong
 from kvcore.tokens import IMAGE
 
 _log = logging.getLogger("kvcore")
@@ -135,6 +136,13 @@ class StreamingEventSink:
         self._published: dict[bytes, int] = {}
         self._pending: list[_Stored | list[int]] = []
         self._num_stored = 0
+
+    def check_fits(self, tokens_per_block: int, num_layer_groups: int) -> None:
+        """Raises `ValueError` if a manager's blocks are not what this sink takes them for."""
+        name = "event_manager: tokens_per_block"
+        if self.tokens_per_block != tokens_per_block:
+            raise wrong(name, f"the manager's {tokens_per_block}", self.tokens_per_block)
+        as_int("event_manager: layer_group", self.layer_group, 0, num_layer_groups - 1)
 
     def stored(self, run: StoredRun) -> None:
         """Blocks can be reused from now on. Those already published are not repeated."""

@@ -28,6 +28,7 @@ from kvcore.event_types import (
 Key: TypeAlias = bytes | BlockHash
 """A block by its key in the tree, or by its hash as events show it."""
 
+_KEYS: Final = (str, int, bytes)
 _ABSENT: Final = object()
 
 
@@ -97,10 +98,13 @@ class KVCacheEventManager:
     ) -> None:
         capacity = as_int("max_kv_event_entries", max_kv_event_entries)
         self._window_size = as_int("window_size", window_size)
-        self._windows = dict(window_size_by_layer_group or {})
+        name, windows = "window_size_by_layer_group", window_size_by_layer_group
+        self._windows = {} if windows is None else _as_windows(name, windows)
         self._rank = as_optional_int("attention_dp_rank", attention_dp_rank, 0)
         if attention_dp_gather is not None and self._rank is None:
             raise wrong("attention_dp_rank", "this rank's number with a gather", None)
+        if attention_dp_gather is not None and not callable(attention_dp_gather):
+            raise wrong_type("attention_dp_gather", "a function", attention_dp_gather)
         self._gather = attention_dp_gather
         offset = as_optional_int("mm_id_offset", mm_id_offset, 0)
         self._maker = BlockMaker(hash_algo, offset)
@@ -125,8 +129,9 @@ class KVCacheEventManager:
 
     def set_layer_group_window_sizes(self, window_sizes: Mapping[int, int]) -> None:
         """Sets the windows by layer group that events show."""
+        windows = _as_windows("window_sizes", window_sizes)
         with self._lock:
-            self._windows = dict(window_sizes)
+            self._windows = windows
 
     # -- from the prefix tree ----------------------------------------------------------------------
 
@@ -232,10 +237,13 @@ class KVCacheEventManager:
         >>> events.last_event_id
         1
         """
-        data = KVCacheCreatedData(tuple(num_blocks_per_cache_level))
+        blocks = _as_counts("num_blocks_per_cache_level", num_blocks_per_cache_level)
+        groups: Sequence[int | None] = (None,)
+        if layer_group_ids is not None:
+            groups = _as_counts("layer_group_ids", layer_group_ids)
         with self._lock:
-            for group in (None,) if layer_group_ids is None else layer_group_ids:
-                self._queue.add(group, data)
+            for group in groups:
+                self._queue.add(group, KVCacheCreatedData(blocks))
 
     def add_stored_event(
         self,
@@ -244,23 +252,30 @@ class KVCacheEventManager:
         layer_group_id: int | None = None,
     ) -> None:
         """Adds blocks as they are, each the child of the one before."""
+        group = as_optional_int("layer_group_id", layer_group_id, 0)
+        if parent_hash is not None:
+            _as_key("parent_hash", parent_hash, (str, int))
+        what = "a KVCacheStoredBlockData"
+        run = as_tuple("blocks", blocks, KVCacheStoredBlockData, what)
         with self._lock:
-            self._queue.store(layer_group_id, parent_hash, list(blocks))
+            self._queue.store(group, parent_hash, list(run))
 
     def add_removed_event(
         self, block_hashes: Key | Iterable[Key], layer_group_id: int | None = None
     ) -> None:
         """Removes blocks. Keys (bytes) that were not announced are harmless; hashes are taken."""
-        kinds = (str, int, bytes)
-        if isinstance(block_hashes, kinds):
+        group = as_optional_int("layer_group_id", layer_group_id, 0)
+        if isinstance(block_hashes, _KEYS):
             block_hashes = (block_hashes,)
-        blocks: tuple[Key, ...] = as_tuple("block_hashes", block_hashes, kinds, "a key or a hash")
+        blocks: tuple[Key, ...] = as_tuple("block_hashes", block_hashes, _KEYS, "a key or a hash")
+        for place, block in enumerate(blocks):
+            _as_key(f"block_hashes[{place}]", block, _KEYS)
         with self._lock:
             for block in blocks:
                 if isinstance(block, bytes):
-                    self.removed([block], layer_group_id)
+                    self.removed([block], group)
                 else:
-                    self._queue.remove(layer_group_id, block)
+                    self._queue.remove(group, block)
 
     def add_updated_event(
         self,
@@ -281,10 +296,12 @@ class KVCacheEventManager:
             raise wrong_type("cache_level or priority", "a KVCacheEventDiff", None)
         level = _as_diff("cache_level", cache_level)
         priority = _as_diff("priority", priority)
+        group = as_optional_int("layer_group_id", layer_group_id, 0)
+        _as_key("block_hash", block_hash, _KEYS)
         with self._lock:
             known = self._hash_of(block_hash) if isinstance(block_hash, bytes) else block_hash
             if known is not None:
-                self._update(known, layer_group_id, level, priority)
+                self._update(known, group, level, priority)
 
     # -- flushing and reading ----------------------------------------------------------------------
 
@@ -334,6 +351,25 @@ class KVCacheEventManager:
 
 def _diff(values: tuple[int, int] | None) -> KVCacheEventDiff | None:
     return None if values is None or values[0] == values[1] else KVCacheEventDiff(*values)
+
+
+def _as_windows(name: str, windows: object) -> dict[int, int]:
+    if not isinstance(windows, Mapping):
+        raise wrong_type(name, "a mapping of layer group to window", windows)
+    for group in windows:
+        as_int(f"{name}: layer group", group, 0)
+    return {int(group): as_int(f"{name}[{group}]", size) for group, size in windows.items()}
+
+
+def _as_counts(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise wrong_type(name, "a sequence of int", values)
+    return tuple(as_int(f"{name}[{i}]", value, 0) for i, value in enumerate(values))
+
+
+def _as_key(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise wrong_type(name, "a key or a hash", value)
 
 
 def _as_diff(name: str, value: object) -> KVCacheEventDiff | None:

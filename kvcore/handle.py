@@ -98,7 +98,8 @@ class Handle:
     def _known(self, call: str) -> int:
         """The sequence, if the host knows its rows."""
         sequence = self._open()
-        self._runtime.refuse_pending((sequence,), call)
+        if self._runtime.parents:
+            self._runtime.refuse_pending((sequence,), call)
         return sequence
 
     def _place(self, layer_group: int, beam: int) -> None:

@@ -13,8 +13,10 @@ from kvcore.batch import Batch
 from kvcore.batch_tables import BatchTables
 from kvcore.checks import LONGEST, as_int, as_optional_int, token_counts
 from kvcore.config import KVCacheManagerConfig
+from kvcore.control.indirection import map_through_paths
 from kvcore.device import open_device
 from kvcore.errors import wrong, wrong_type
+from kvcore.event_stream import StreamingEventSink
 from kvcore.kv_cache import KVCache
 from kvcore.lifecycle import Lifecycle
 from kvcore.pools import PoolQueries
@@ -47,7 +49,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
     Raises
     ------
     ValueError
-        The quota is below the minimum, which the message names.
+        The quota is below the minimum, which the message names; an event sink for other blocks.
     NotImplementedError
         The configuration asks for something that is not built yet.
     OutOfMemoryError
@@ -85,6 +87,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         listens = ("stored", "removed", "snapshot")
         if event_manager is not None and not all(hasattr(event_manager, n) for n in listens):
             raise wrong_type("event_manager", "a KVCacheEventManager", event_manager)
+        if isinstance(event_manager, StreamingEventSink):
+            event_manager.check_fits(config.tokens_per_block, config.num_layer_groups)
         self.config = config
         self._owns_device = isinstance(device, str)
         self.device: Device = open_device(device)
@@ -250,6 +254,9 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
             runtime.refuse_pending(sequences.tolist(), "slot_mapping")
             as_int("layer_group", layer_group, 0, len(self.layout.layer_groups) - 1)
             starts, counts = runtime.ranges(sequences, num_tokens, start)
+            if runtime.control.paths is not None:
+                each = np.broadcast_to(np.asarray(counts, np.int32), sequences.shape)
+                return map_through_paths(runtime.control, sequences, starts, each, layer_group)
             rows, owner = runtime.control.batch_rows(sequences)
             first = starts.astype(np.int64)[owner]
             per_row = np.broadcast_to(np.asarray(counts, np.int64), sequences.shape)[owner]

@@ -36,8 +36,10 @@ class Members(NamedTuple):
     """Where the parents of each begin in the batch."""
 
     width: Int32
-    shared: Int32
-    blocks: Int32
+    low: Int32
+    high: Int32
+    """What changed of them, in the mode's words: see `kvcore.control.following.follow`."""
+
     tails: Int32
     """Private blocks that hold data."""
 
@@ -125,8 +127,8 @@ class PendingParents:
             chosen = np.flatnonzero(open_ones & (members.width == width))
             sequences = members.sequences[chosen]
             parents = given[members.first[chosen][:, None] + np.arange(width)].astype(np.intp)
-            shared, blocks = members.shared[chosen], members.blocks[chosen]
-            children = follow(runtime.control, sequences, parents, shared, blocks)
+            low, high = members.low[chosen], members.high[chosen]
+            children = follow(runtime.control, sequences, parents, low, high)
             runtime.control.stats.stepped(sequences, children * members.tails[chosen])
             self._waiting[sequences] -= 1
         if self._ring is not None:

@@ -5,7 +5,7 @@ The control plane decides and writes its own tables; what the device must do for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,49 +16,39 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class DirtyCells:
+class DirtyCells(NamedTuple):
     """Cells of the host page table that the device twin has to take over.
 
     The values are read from the host table when they are sent, so the newest always wins.
     """
 
-    index: Int64
+    cells: Int64
     """Flat indices into the table `[row, layer group, ordinal]`."""
 
     after: Ticket = NO_TICKET
     """The moment after which the old values are no longer read."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopies:
+class PageCopies(NamedTuple):
     """Pages of one layer group to copy, each up to its last token that holds data.
 
     No slot is both a source and a target.
     """
 
     layer_group: int
+    pairs: Int32
+    """`[3, n]`: the sources, the targets, and how many first tokens of each block to copy, at least
+    1. Pages whose layout is not declared are copied whole."""
+
+
+class TokenMoves(NamedTuple):
+    """Tokens of one layer group to copy from page to page.
+
+    No token is both a source and a target.
+    """
+
+    layer_group: int
     src: Int32
+    """(slot, token within the block) of each, `[n, 2]`."""
+
     dst: Int32
-    tokens: Int32
-    """The first tokens of each block, at least 1. Pages whose layout is not declared are copied
-    whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rebinding:
-    """New rows for the beams of one sequence: worked out and paid for, not yet published."""
-
-    sequence: int
-    parents: tuple[int, ...]
-    rows: NDArray[np.int32]
-    """The new page rows `[beam, layer group, ordinal]`."""
-
-    taken: tuple[Int32, ...]
-    """Fresh slots by layer group."""
-
-    surplus: tuple[Int32, ...]
-    """Private slots that no beam keeps, by layer group."""
-
-    copies: tuple[PageCopies, ...]
-    tickets: tuple[Int64, ...]

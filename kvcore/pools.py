@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from kvcore.checks import as_int
+from kvcore.checks import as_int, token_counts
 from kvcore.control.sizing import max_seq_len_that_fits
 from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
 from kvcore.errors import wrong, wrong_type
@@ -17,6 +18,7 @@ from kvcore.layer_config import array_type
 from kvcore.layout import BufferPlace, PageIndexConverter, aggregate, page_geometry
 
 if TYPE_CHECKING:
+    from kvcore.kv_cache import KVCache
     from kvcore.runtime import Runtime
 
 
@@ -121,6 +123,23 @@ class PoolQueries:
                     runtime.layout.pool_groups, runtime.control.slots, strict=True
                 )
             )
+
+    def missing_pages(self, kv_caches: Iterable[KVCache], n: int | ArrayLike = 1) -> int:
+        """How many pages `advance` by `n` tokens is short of; 0 if it would find room.
+
+        Over all pool groups, counting as there what is free or evictable. Takes the arguments of
+        `KVCacheManager.advance` and raises as it does. What widening and `KVCache.fork` are short
+        of is said by their `OutOfPagesError`.
+        """
+        runtime = self._runtime
+        with runtime.lock:
+            sequences = runtime.enter_with(kv_caches)
+            if not sequences.size:
+                return 0
+            seqs = runtime.control.seqs
+            capacity = seqs.capacity[sequences] + token_counts("n", n, sequences.size)
+            over = (capacity > seqs.limit[sequences]).nonzero()[0]
+            return runtime.missing_to_grow(sequences[over], capacity[over]) if over.size else 0
 
     def get_committed_stats(self) -> KVCacheStats:
         """Counters over all reports since the start. A copy."""

@@ -15,6 +15,8 @@ from kvcore.errors import StateError, wrong_type
 from kvcore.event_stream import AllBlocksCleared, BlockRemoved, BlockStored, StreamEvent
 
 _KINDS: Final = (BlockStored, BlockRemoved, AllBlocksCleared)
+MOST_STEPS: Final = 1 << 29
+"""Two answers of so many batches are still a number of messages for ZeroMQ."""
 _END: Final = b"\xff" * 8
 """The sequence number -1: no more batches."""
 
@@ -44,8 +46,10 @@ class ZmqEventPublisher:
     which was lost, here or on the way, is a gap. A subscriber that sees a gap sends the first
     number it lacks (8 big-endian bytes, from a REQ or DEALER socket) to the replay endpoint. It
     gets [topic, sequence number, payload] of every batch from there on that is still kept, then
-    the end: an empty topic, number -1 (all bits set), no payload. If the first answer is later than
-    what it asked for, it needs a snapshot (`StreamingEventSink.snapshot`) in the next batch.
+    the end: an empty topic, number -1 (all bits set), no payload; REQ takes the first of these
+    only. If that is later than what was asked for, the subscriber needs a snapshot
+    (`StreamingEventSink.snapshot`) in the next batch. A client that asks again and again without
+    reading loses what is beyond two such answers: nothing grows for it.
 
     `publish` encodes and queues; a thread sends. Nothing blocks the caller: a batch that finds the
     queue full is dropped and counted.
@@ -100,9 +104,8 @@ class ZmqEventPublisher:
         self._rank = as_optional_int("data_parallel_rank", data_parallel_rank, 0)
         self._encoding = as_choice("encoding", encoding, ("array", "map"))
         self._limit = as_int("max_queue_size", max_queue_size, 1)
-        self._kept: deque[tuple[bytes, bytes]] = deque(
-            maxlen=as_int("buffer_steps", buffer_steps, 0)
-        )
+        kept = as_int("buffer_steps", buffer_steps, 0, MOST_STEPS)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
         self._queue: deque[tuple[bytes, bytes]] = deque()
         self._pack = _encoder()
         self._lock = threading.Lock()
@@ -114,6 +117,7 @@ class ZmqEventPublisher:
             as_text("endpoint", endpoint),
             None if replay_endpoint is None else as_text("replay_endpoint", replay_endpoint),
             as_int("hwm", hwm, 1),
+            2 * (kept + 1),
             as_int("linger_ms", linger_ms, 0),
         )
         self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
@@ -230,7 +234,9 @@ def _encoder() -> Callable[[object], bytes]:
 class _Sockets:
     """PUB and ROUTER for the publisher's thread, and a bell that any thread may ring, locked."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, hwm: int, linger: int) -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, hwm: int, answers: int, linger: int
+    ) -> None:
         import zmq
 
         self._context: Any = zmq.Context()  # its own, so that its end is the ports' end
@@ -239,7 +245,7 @@ class _Sockets:
             self._pub = self._socket(zmq.PUB, hwm, linger)
             self._pub.bind(endpoint)
             self.endpoint: str = self._pub.last_endpoint.decode()
-            self._router = self._socket(zmq.ROUTER, 0, linger)
+            self._router = self._socket(zmq.ROUTER, answers, linger)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._router.bind(replay_endpoint)
@@ -282,7 +288,7 @@ class _Sockets:
         self._pub.send_multipart(frames)
 
     def answer(self, frames: tuple[bytes, ...]) -> None:
-        """To one client; ROUTER sockets without a limit don't block."""
+        """To one client; ROUTER sockets never block."""
         self._router.send_multipart(frames)
 
     def close(self) -> None:

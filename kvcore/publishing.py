@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvcore.beams import Beams
-from kvcore.control.commit import plan_commit, publish
+from kvcore.control.commit import CommitPlan, plan_commit, publish
+from kvcore.control.indirection import let_go_of_published, plan_gathering
 from kvcore.control.node import TOKEN_BYTES
 from kvcore.control.reuse import Claim
 from kvcore.control.statistics import KVCacheStats
@@ -110,7 +111,7 @@ class Publishing(Beams):
     # -- steps -------------------------------------------------------------------------------------
 
     def _check_commit(self, claim: Claim, count: int) -> None:
-        runtime, sequence = self._runtime, self._sequence
+        runtime = self._runtime
         if claim.stopped:
             raise StateError("commit: committing has stopped; only an empty commit is allowed now")
         total = claim.committed + count
@@ -125,14 +126,20 @@ class Publishing(Beams):
                 f"commit: with commit_min_snapshot the history ({self.history_length}) must be the "
                 f"committed tokens before ({claim.committed}) or after ({total}) the call"
             )
-        reuse, size = runtime.control.reuse, runtime.control.seqs.shape.tokens_per_block
-        if not reuse.is_lost(claim) and not reuse.rows_agree(
-            sequence, claim.committed // size, div_ceil(total, size)
-        ):
+        if not runtime.control.reuse.is_lost(claim) and not self._beams_agree(claim, total):
             raise StateError(
                 "commit: the beams differ in a block to be published; choose one first with "
                 "set_beam_width(1, parents=[winner])"
             )
+
+    def _beams_agree(self, claim: Claim, total: int) -> bool:
+        """Whether all beams have one history from the last committed token to the `total`-th."""
+        control, sequence = self._runtime.control, self._sequence
+        if control.paths is not None and control.seqs.width[sequence] > 1:
+            return control.paths.agree(sequence, claim.committed, total)
+        size = control.seqs.shape.tokens_per_block
+        first, last = claim.committed // size, div_ceil(total, size)
+        return control.reuse.rows_agree(sequence, first, last)
 
     def _publish(self, tokens: memoryview, is_end: bool) -> None:
         """Commits checked tokens: everything that may fail comes before the first change."""
@@ -154,18 +161,34 @@ class Publishing(Beams):
                 own = control.reuse.own_pages(sequence, plan.tail_block, 1)
                 used = np.array([len(plan.tail) // TOKEN_BYTES], np.int32)
                 runtime.copy_blocks(sequence, own, copy, used)
+            self._gather_first(plan)
             ready = runtime.ready_to_publish(plan)
         except BaseException:
             if copy is not None:
                 control.give_back(copy, runtime.streams.moment(sequence))
             raise
         publish(control.reuse, plan, ready, copy)
+        if control.paths is not None:
+            let_go_of_published(control, sequence, plan.claim.blocks, ready)
         if copy is not None:
             control.stats.copied(1, sequence)
         claim, seqs = plan.claim, control.seqs
         claim.stopped = claim.stopped or is_end
         seqs.set_history_of_one(sequence, max(seqs.history.item(sequence), claim.committed))
         runtime.bound_rows.refresh(sequence)
+
+    def _gather_first(self, plan: CommitPlan) -> None:
+        """In indirection mode what is published is beam 0's: the beams' common path moves there."""
+        runtime, sequence = self._runtime, self._sequence
+        stream, count = self.stream, plan.own.shape[1]
+        if runtime.control.paths is None or not count or stream is None:
+            return
+        size, first = runtime.control.seqs.shape.tokens_per_block, plan.claim.blocks
+        moves = plan_gathering(runtime.control, sequence, first * size, (first + count) * size)
+        if moves:
+            runtime.token_mover.check()
+            runtime.streams.come_home(sequence)
+            runtime.token_mover.enqueue(moves, stream)
 
     def _stop(self) -> None:
         if not self._runtime.control.reuse.claims[self._sequence].stopped:

@@ -146,11 +146,7 @@ class _Growth:
 
     def fits(self) -> bool:
         """Whether there is room, free or evictable. Changes nothing."""
-        control = self.runtime.control
-        return all(
-            self._pages * control.pool_group_of.count(i) <= slots.num_free + slots.num_evictable
-            for i, slots in enumerate(control.slots)
-        )
+        return not self.runtime.control.missing(self._pages)
 
     def grow(self) -> None:
         """Takes the pages. An error leaves everything as it was."""

@@ -15,16 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 from kvcore.beam_steps import Tails
 from kvcore.bound_rows import BoundRows
 from kvcore.checks import token_counts
-from kvcore.control.beams import written_tokens
 from kvcore.control.commit import CommitPlan, plan_commit, publish
 from kvcore.control.fork import shared_blocks, take_private, write_fork
 from kvcore.control.plane import ControlPlane
+from kvcore.control.rebinding import written_tokens
 from kvcore.control.sequences import NO_LIMIT
 from kvcore.device.base import Device, Memory, Stream
 from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
-from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
+from kvcore.errors import InternalError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
+from kvcore.indirect_steps import TokenMover
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -75,6 +76,10 @@ class Runtime:
         self.tables = (
             DeviceTables(device, control.seqs.table, self.fences) if device.has_memory else None
         )
+        self.path_tables = None  # the twin of the paths, in indirection mode
+        if control.paths is not None and device.has_memory:
+            self.path_tables = DeviceTables(device, control.paths.table, self.fences)
+        self.token_mover = TokenMover(self)
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
         self.pins: dict[Pin, None] = {}  # in the order of their creation
@@ -95,6 +100,9 @@ class Runtime:
             self.parents.take_arrived()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
             self.tables.compact(self.control.seqs.dirty)
+        paths = self.control.paths
+        if paths is not None and self.path_tables and len(paths.dirty) > MOST_CHANGES:
+            self.path_tables.compact(paths.dirty)
         while (sequence := self.handles.sweep(self.destroy)) is not None:
             warnings.warn(
                 f"a KVCache (sequence {sequence}) was dropped without close(); freed its pages",
@@ -132,6 +140,15 @@ class Runtime:
         if self.bound_rows:
             self.bound_rows.refresh_all(sequences)
         return True
+
+    def missing_to_grow(self, sequences: Index, capacity: Int32) -> int:
+        """Pages that `grow` would be short of; raises as it does."""
+        seqs = self.control.seqs
+        blocks = -(-capacity // seqs.shape.tokens_per_block)
+        self._check_reach(sequences, capacity, blocks)
+        more = blocks - seqs.num_blocks[sequences]
+        pages = np.multiply(more, seqs.width[sequences], dtype=np.int64).sum()
+        return self.control.missing(int(pages))
 
     def grow_one(self, sequence: int, capacity: int) -> bool:
         """`grow` of one sequence."""
@@ -263,10 +280,7 @@ class Runtime:
         try:
             room = partial(control.make_room, count * private, "fork")
             if not self.retry(room, block):
-                raise OutOfPagesError(
-                    f"fork: {count} forks need {count * private} private pages per layer group; "
-                    "close or shrink other caches and retry"
-                )
+                raise control.refusal(f"fork: {count} forks", count * private)
             fresh = take_private(control, count * private)
             stream = self.streams.of(sequence)
             after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]
@@ -299,16 +313,17 @@ class Runtime:
             raise InternalError("pages were copied for a sequence that was never resumed")
         self.streams.come_home(sequence)
         pairs = enumerate(zip(src, dst, strict=True))
-        self.copy_pages(tuple(PageCopies(group, *pair, tokens) for group, pair in pairs), stream)
+        copies = (PageCopies(group, np.stack([*pair, tokens])) for group, pair in pairs)
+        self.copy_pages(tuple(copies), stream)
 
     def copy_pages(self, copies: tuple[PageCopies, ...], stream: Stream) -> None:
         """Enqueues page copies, one launch per layer group."""
         if not self.device.has_memory:
             return
         for copy in copies:
-            if copy.src.size:
+            if copy.pairs.size:
                 buffers = self.tails.by_layer_group[copy.layer_group]
-                self.device.copy_tokens(buffers, copy.src, copy.dst, copy.tokens, stream=stream)
+                self.device.copy_tokens(buffers, copy.pairs, stream=stream)
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -346,7 +361,8 @@ class Runtime:
         with ExitStack() as stack:
             for memory in (memory for group in self.pools for memory in group):
                 stack.callback(memory.close)
-            if self.tables is not None:
-                stack.callback(self.tables.close)
+            for tables in (self.tables, self.path_tables):
+                if tables is not None:
+                    stack.callback(tables.close)
             stack.callback(self.parents.close)
             self.device.synchronize()

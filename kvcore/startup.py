@@ -67,7 +67,6 @@ def refuse_unbuilt(config: KVCacheManagerConfig) -> None:
             and any(str(buffer.dtype).startswith("float4") for buffer in layer.buffers)
             for layer in config.layers
         ),
-        "beam_mode='indirection'": config.beam_mode == "indirection",
     }
     for what, asked in reasons.items():
         if asked:
@@ -94,6 +93,7 @@ def _table_shape(
         max_seq_len=longest,
         tokens_per_block=T,
         twin=twin,
+        indirect=config.beam_mode == "indirection" and config.max_beam_width > 1,
     )
 
 

@@ -108,7 +108,8 @@ def gen_multimodal_cache_key_tokens(
     """The tokens that stand for a stretch of one multimodal item in a prompt.
 
     Position 0 of the item becomes its digest, every later position p the id `id_offset + p`. An
-    item that is split over calls gives the same tokens as in one piece.
+    item that is split over calls gives the same tokens as in one piece. In a cross cache the item
+    is the encoder's whole input, so that a part of another input is never found.
 
     Parameters
     ----------

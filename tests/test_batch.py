@@ -235,7 +235,7 @@ def test_changes_nobody_sends_do_not_pile_up():
             kv.resize(9)
     seqs = m._runtime.control.seqs
     assert len(seqs.dirty) <= 1_100
-    assert sum(entry.index.size for entry in seqs.dirty) < 5_000
+    assert sum(entry.cells.size for entry in seqs.dirty) < 5_000
     (kv,) = opened(m, 9)
     step = m.create_batch(1, 9)
     step.prepare([kv], 9)

@@ -178,9 +178,9 @@ def test_counted_copies_are_the_copies_the_device_made(session, monkeypatch):
     copied = []
     copy_tokens = session.device.copy_tokens
 
-    def counting(buffers, src, dst, tokens, *, stream):
-        copied.extend(tokens.tolist())
-        copy_tokens(buffers, src, dst, tokens, stream=stream)
+    def counting(buffers, pairs, *, stream):
+        copied.extend(pairs[2].tolist())
+        copy_tokens(buffers, pairs, stream=stream)
 
     monkeypatch.setattr(session.device, "copy_tokens", counting)
     moved = complete(session, b"And it came to pass in", 4, 24).paged_moved

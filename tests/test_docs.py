@@ -28,6 +28,9 @@ OPTIONAL = (
     "hypothesis",
 )
 
+NEEDS = {"transformers.md": {"torch": None, "transformers": "5.24"}}
+"""What the code of a page imports besides kvcore and its dependencies, at least of a version."""
+
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 
@@ -35,6 +38,9 @@ LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_python_blocks_of_a_page_run(page, capsys):
     """All blocks of one page share their names, as a reader who types them in would."""
+    for package, version in NEEDS.get(page.name, {}).items():
+        reason = f"needs {package} {version or ''} (the interop extra)"
+        pytest.importorskip(package, minversion=version, reason=reason)
     text = page.read_text("utf-8")
     names = {"__name__": page.stem}
     for block in BLOCK.finditer(text):

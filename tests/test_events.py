@@ -95,6 +95,40 @@ def test_removed_takes_one_or_several():  # E-12
     assert flushed(m) == []
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: m.add_created_event(5), TypeError, "num_blocks_per_cache_level"),
+        (lambda m: m.add_created_event([5, "6"]), TypeError, r"num_blocks_per_cache_level\[1\]"),
+        (lambda m: m.add_created_event([5], [0, None]), TypeError, r"layer_group_ids\[1\]"),
+        (lambda m: m.add_created_event([5], [0, -1]), ValueError, r"layer_group_ids\[1\]"),
+        (lambda m: m.add_stored_event(None, ["ab"]), TypeError, r"blocks\[0\]"),
+        (lambda m: m.add_stored_event(1.5, []), TypeError, "parent_hash"),
+        (lambda m: m.add_stored_event(None, [], "0"), TypeError, "layer_group_id"),
+        (lambda m: m.add_removed_event(["ab", bytes(32)], -1), ValueError, "layer_group_id"),
+        (lambda m: m.add_removed_event(["ab", True]), TypeError, r"block_hashes\[1\]"),
+        (
+            lambda m: m.add_updated_event(None, cache_level=KVCacheEventDiff(0, 1)),
+            TypeError,
+            "block_hash",
+        ),
+        (
+            lambda m: m.add_updated_event("a", cache_level=None, layer_group_id="0"),
+            TypeError,
+            "layer_group_id",
+        ),
+        (lambda m: m.set_layer_group_window_sizes({0: None}), TypeError, r"window_sizes\[0\]"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_by_hand_add_nothing(call, error, text):
+    m = KVCacheEventManager(4)
+    m.stored(run_of(range(8)))
+    assert len(flushed(m)) == 1
+    with pytest.raises(error, match=f"^{text}: expected"):
+        call(m)
+    assert (flushed(m), m.last_event_id) == ([], 0)
+
+
 def test_updated_as_given():  # E-10, E-28
     m = KVCacheEventManager(4)
     m.add_updated_event(

@@ -188,6 +188,20 @@ def test_a_stream_follows_the_manager():
     assert sink.drain() == [BlockRemoved(again.block_hashes[::-1], "GPU", 0)]
 
 
+@pytest.mark.parametrize(
+    ("sink", "text"),
+    [
+        (lambda: StreamingEventSink(8), "tokens_per_block: expected the manager's 4, got 8"),
+        (lambda: StreamingEventSink(4, layer_group=1), r"layer_group: expected .*\[0, 0\], got 1"),
+        (lambda: StreamingEventSink(2), "tokens_per_block"),
+    ],
+)
+def test_a_sink_of_another_shape_is_refused(sink, text):
+    """It would tell consumers other tokens than the blocks have, or nothing at all."""
+    with pytest.raises(ValueError, match=f"^event_manager: {text}"):
+        told(events=sink())
+
+
 def test_a_manager_without_events_has_no_snapshot():
     with opaque_manager() as m, pytest.raises(StateError, match="without an event_manager"):
         m.snapshot_events()

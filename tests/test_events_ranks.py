@@ -58,6 +58,7 @@ def test_capacity_is_per_rank():  # E-26
     m.add_created_event([2])
     m.flush_iteration_events()
     assert [created(event) for event in m.get_latest_events(0)] == [[2], [11]]
+    assert m.num_dropped_events == 1  # what a rank sends beyond it is lost like any other
 
 
 def test_the_gather_is_called_once_a_flush():  # E-27
@@ -98,6 +99,20 @@ def test_an_error_of_the_gather_loses_nothing():
     assert [event.event_id for event in flushed(m)] == [0, 1]
 
 
+@pytest.mark.parametrize("result", [None, 3, [3], []])
+def test_a_gather_without_a_result_on_rank_0_loses_nothing(result):
+    results = [result]
+    m = KVCacheEventManager(
+        4,
+        attention_dp_rank=0,
+        attention_dp_gather=lambda events: results.pop() if results else iter([events]),
+    )
+    m.add_created_event([2])
+    with pytest.raises(TypeError, match=r"attention_dp_gather: expected the events of each rank"):
+        m.flush_iteration_events()
+    assert [created(event) for event in flushed(m)] == [[2]]
+
+
 def test_a_gather_may_use_the_manager():
     """No lock is held while ranks wait for each other."""
     m = KVCacheEventManager(
@@ -117,6 +132,10 @@ def test_a_gather_may_use_the_manager():
         ({"hash_algo": "md5"}, ValueError, "hash_algo: expected one of 'auto', 'v1_block_key'"),
         ({"mm_id_offset": -1}, ValueError, "mm_id_offset"),
         ({"window_size": None}, TypeError, "window_size"),
+        ({"attention_dp_gather": 3, "attention_dp_rank": 0}, TypeError, "attention_dp_gather"),
+        ({"window_size_by_layer_group": [4]}, TypeError, "window_size_by_layer_group"),
+        ({"window_size_by_layer_group": {0: "4"}}, TypeError, r"window_size_by_layer_group\[0\]"),
+        ({"window_size_by_layer_group": {"0": 4}}, TypeError, "window_size_by_layer_group"),
     ],
 )
 def test_wrong_settings(settings, error, text):  # E-23

@@ -17,6 +17,7 @@ from kvcore_adapters.for_transformers import (  # noqa: E402
 )
 
 import kvcore as k  # noqa: E402
+from kvcore.testing import FaultError, fail_at  # noqa: E402
 from tests.helpers import row, typed_manager, used  # noqa: E402
 from tests.test_for_transformers import (  # noqa: E402
     T,
@@ -209,11 +210,29 @@ def test_beams_widen_in_all_groups_or_in_none():
 def test_a_prompt_without_room_leaves_nothing_behind():
     with typed_manager(slots=8, **LLAMA) as manager:
         kv = paged("llama", manager=manager)
-        with pytest.raises(k.OutOfPagesError, match="no pages for 20 more tokens of 2 rows"):
+        with pytest.raises(k.OutOfPagesError, match=r"20 more tokens of 2 rows at 0: 2 missing"):
             step(kv, 2, 5 * T)
         assert (used(manager), kv.sequences, kv.get_seq_length()) == (0, (), 0)
         step(kv, 2, 4 * T)
         kv.close()
+
+
+def test_a_step_that_fails_in_the_device_leaves_beams_and_pages_as_they_were():
+    """The first forward, and the one that widens: each needs a larger batch than there is."""
+    manager = typed_manager(slots=64, max_beam_width=4, enable_partial_commit=False, **LLAMA)
+    with paged("llama", 4, manager=manager) as kv:
+        with fail_at(manager, "memory"), pytest.raises(FaultError):
+            step(kv, 4, 2 * T + 1, equal=4)
+        assert (used(manager), kv.sequences, kv.get_seq_length()) == (0, (), 0)
+        step(kv, 4, 2 * T + 1, equal=4)
+        with fail_at(manager, "memory"), pytest.raises(FaultError):
+            kv.update(*states(4, T, 7), 0)
+        assert (used(manager), kv.sequences[0].beam_width, kv.sequences[0].capacity) == (3, 1, 9)
+        keys = kv.layers[1].keys
+        step(kv, 4, T, 7)
+        assert (used(manager), kv.sequences[0].beam_width, kv.get_seq_length()) == (10, 4, 13)
+        assert torch.equal(kv.layers[1].keys[:, :, :9], keys)
+    manager.shutdown()
 
 
 # -- masks and lengths -----------------------------------------------------------------------------

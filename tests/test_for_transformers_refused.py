@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
 tf = pytest.importorskip("transformers", minversion="5.24", reason="needs transformers 5.24")
 
+import kvcore_adapters.for_transformers as module  # noqa: E402
 from kvcore_adapters.for_transformers import KVCoreCache, KVCoreEncoderDecoderCache  # noqa: E402
 
 import kvcore as k  # noqa: E402
@@ -77,7 +78,13 @@ def test_states_of_another_type_or_shape():
             kv.update(keys.half(), values, 0)
         with pytest.raises(ValueError, match=r"layer 1: value_states: .* got 'float32 \(2, 7\)'"):
             kv.update(keys, values[..., :7], 1)
-        assert (kv.sequences, kv.get_seq_length()) == ((), 0)
+        with pytest.raises(ValueError, match=r"layer 0: value_states: expected .* \[1, 2, 2, 8\]"):
+            kv.update(keys, values[:, :, :1], 0)
+        with pytest.raises(ValueError, match=r"layer 0: key_states: expected .* \[2, 2, 8\]"):
+            kv.update(keys[0], values, 0)
+        with pytest.raises(ValueError, match=r"layer 0: key_states: .* cpu, .*got 'meta'"):
+            kv.update(keys.to("meta"), values, 0)
+        assert (kv.sequences, kv.get_seq_length(), used(kv.manager)) == ((), 0, 0)
 
 
 def test_gradients():
@@ -109,8 +116,12 @@ def test_calls_that_are_not_supported():
     [
         (lambda: tf.Qwen3NextConfig(num_hidden_layers=4), "'linear_attention'"),
         (lambda: tf.DeepseekV3Config(num_hidden_layers=2), "latent attention"),
+        (lambda: tf.RwkvConfig(num_hidden_layers=2), "RwkvConfig: .*no attention"),
+        (lambda: tf.xLSTMConfig(num_hidden_layers=2), "xLSTMConfig: .*no attention"),
+        (lambda: tf.BltConfig(), "BltConfig: .*no attention"),
+        (lambda: tf.MllamaConfig().text_config, "cross-attention"),
     ],
-    ids=["recurrent", "latent"],
+    ids=["recurrent", "latent", "rwkv", "xlstm", "patches", "images"],
 )
 def test_models_that_are_not_supported(config, reason):
     with pytest.raises(NotImplementedError, match=reason):
@@ -134,7 +145,48 @@ def test_managers_that_do_not_fit():
         KVCoreCache(config, manager, num_beams=2)
     with pytest.raises(ValueError, match="num_beams: expected at least 1, got 0"):
         KVCoreCache(config, num_beams=0)
+    for name in ("max_tokens", "tokens_per_block"):
+        for value, error in ((0, ValueError), (-5, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match=f"^{name}: expected"):
+                KVCoreCache(config, **{name: value})
+    with pytest.raises(ValueError, match=r"^max_encoder_tokens: expected"):
+        KVCoreEncoderDecoderCache(configs()["t5"], max_encoder_tokens=0)
+    with pytest.raises(ValueError, match=r"^dtype: expected"):
+        KVCoreCache(config, dtype="float3")
     with pytest.raises(TypeError, match="a KVCacheManager"):
         KVCoreCache(config, "host")
     with pytest.raises(ValueError, match="KVCoreEncoderDecoderCache"):
         KVCoreCache(configs()["t5"])
+
+
+@pytest.mark.parametrize("wrong", ["mask", "scope", "prompt", "rows", "manager"])
+def test_a_cache_that_could_not_be_made_keeps_no_memory(wrong, monkeypatch):
+    """Managers that it had opened for itself are shut down."""
+    opened = []
+    open_manager = module.open_manager
+    monkeypatch.setattr(
+        module, "open_manager", lambda *how: opened.append(open_manager(*how)) or opened[-1]
+    )
+    tokens = torch.ones(2, 9, dtype=torch.long)
+    settings = {
+        "mask": {"prompt": tokens, "attention_mask": torch.ones(2, 8)},
+        "scope": {"prompt": tokens, "reuse_scope": 3},
+        "prompt": {"prompt": tokens[0]},
+        "rows": {"prompt": tokens[:0]},
+        "manager": {"prompt": tokens, "num_beams": 0},
+    }[wrong]
+    with pytest.raises((ValueError, TypeError), match=r"attention_mask|scope|prompt|num_beams"):
+        KVCoreCache(configs()["llama"], **settings)
+    if wrong == "scope":
+        settings = {"encoder_input": tokens, "reuse_scope": 3}
+        with pytest.raises(TypeError, match="scope"):
+            KVCoreEncoderDecoderCache(configs()["t5"], **settings)
+        assert len(opened) == 3
+    for manager in opened:
+        with pytest.raises(k.StateError, match="shut down"):
+            manager.create_kv_cache()
+
+
+def test_a_configuration_of_the_other_kind():
+    with pytest.raises(ValueError, match="config: expected an encoder-decoder's"):
+        KVCoreEncoderDecoderCache(configs()["llama"])

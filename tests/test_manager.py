@@ -282,7 +282,6 @@ def test_a_failing_body_is_not_hidden_by_open_caches():
 @pytest.mark.parametrize(
     "change",
     [
-        {"beam_mode": "indirection"},
         {"swa_scratch_reuse": k.SwaScratchReuseConfig()},
         {
             "cache_tiers": [

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from kvcore.control.slots import SlotTable
+from kvcore.device.base import Device
 from kvcore.device.host import HostDevice
+from kvcore.errors import StateError
 from kvcore.manager import KVCacheManager
 from kvcore.testing import (
     ContentError,
@@ -18,6 +22,7 @@ from kvcore.testing import (
     OracleError,
     check,
     fail_at,
+    faults,
 )
 from kvcore.testing.launches import Launches
 from kvcore.testing.small import small_config
@@ -292,3 +297,55 @@ def test_a_fault_of_no_kind_is_refused():
         pass
     with pytest.raises(ValueError, match="KVCacheManager"), fail_at(device, "take"):
         pass
+    for k in (0, -1, 1.0, True):
+        with (
+            pytest.raises((ValueError, TypeError), match=r"^k: expected"),
+            fail_at(device, "copy", k),
+        ):
+            pass
+    with pytest.raises(TypeError, match=r"^target: expected"), fail_at(None, "copy"):
+        pass
+
+
+def test_every_operation_that_is_enqueued_can_fail():
+    takes = {
+        name
+        for name, method in inspect.getmembers(Device, inspect.isfunction)
+        if "stream" in inspect.signature(method).parameters
+    }
+    assert takes - {"stream", "empty", "is_capturing", "to_host"} == set(faults.LAUNCH)
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_a_write_that_fails_promises_nothing(scene, k):
+    """The engine goes on expecting what was there."""
+    before = [list(scene.engine.lineage(scene.wide, beam)) for beam in (0, 1)]
+    with fail_at(scene.manager, "launch", k) as fault:
+        try:
+            scene.engine.write([scene.wide], 5)
+        except FaultError:
+            assert [scene.engine.lineage(scene.wide, beam) for beam in (0, 1)] == before
+            scene.engine.verify([scene.wide])
+    assert fault.fired or k > 3
+
+
+def test_a_write_past_the_capacity_is_refused_as_by_a_batch(scene):
+    before = scene.engine.lineage(scene.plain, 0)
+    with pytest.raises(ValueError, match="at most the capacity of 10 tokens"):
+        scene.engine.write([scene.plain], 8)
+    assert scene.engine.lineage(scene.plain, 0) == before
+    scene.engine.verify([scene.plain])
+
+
+def test_a_check_begins_as_every_call_does(scene):
+    """It closes what was dropped, and looks at what is left."""
+    scene.hidden = None
+    gc.collect()
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        check(scene.manager)
+    assert len(scene.manager._runtime.handles) == 2
+    for kv in (scene.wide, scene.plain):
+        scene.engine.close(kv)
+    scene.manager.shutdown()
+    with pytest.raises(StateError, match="shut down"):
+        check(scene.manager)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -68,11 +67,12 @@ def copy_from_the_wrong_parent(parents, width, right=beams._share_out):
 
 
 def copy_one_token_less(self, copies, stream, right=Runtime.copy_pages):
-    right(self, tuple(replace(c, tokens=np.maximum(c.tokens - 1, 0)) for c in copies), stream)
+    one = np.array([[0], [0], [1]], np.int32)
+    right(self, tuple(c._replace(pairs=np.maximum(c.pairs - one, 0)) for c in copies), stream)
 
 
 def merge_without_waits(self, dirty):
-    dirty[:] = [DirtyCells(np.unique(np.concatenate([entry.index for entry in dirty])))]
+    dirty[:] = [DirtyCells(np.unique(np.concatenate([entry.cells for entry in dirty])))]
 
 
 def find_and_use(self, scope, tokens, right=PrefixReuse.look_up):

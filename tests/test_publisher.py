@@ -209,6 +209,7 @@ def test_wrong_events_take_no_number():
         ({"encoding": "json"}, ValueError),
         ({"data_parallel_rank": -1}, ValueError),
         ({"buffer_steps": -1}, ValueError),
+        ({"buffer_steps": 1 << 30}, ValueError),
         ({"max_queue_size": 0}, ValueError),
         ({"hwm": 0}, ValueError),
         ({"linger_ms": -1}, ValueError),

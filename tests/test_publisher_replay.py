@@ -45,6 +45,11 @@ def test_only_so_many_are_kept():
         assert replayed(publisher.replay_endpoint, 2**63) == []
 
 
+def test_a_client_that_never_reads_takes_no_more_than_two_answers():
+    with ZmqEventPublisher(FREE, replay_endpoint=FREE, buffer_steps=3) as publisher:
+        assert publisher._sockets._router.sndhwm == 2 * (3 + 1)
+
+
 @pytest.mark.parametrize(
     "request_frames", [[b"", b"\0" * 7], [b"", b"0" * 9], [b""], [b"", b"", b"", b"junk"]]
 )

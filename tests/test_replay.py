@@ -108,6 +108,10 @@ WRONG = {
     "a true length": (line(0, True, 1, [0]), ["input_length", "True"]),
     "half a token": (line(0, 3, 1.5, [0]), ["output_length", "1.5"]),
     "a negative output": (line(0, 3, -1, [0]), ["output_length", "-1"]),
+    "an output of more tokens than there are": (
+        line(0, 3, 2**29 + 4, [0]),
+        ["output_length", "536870915"],
+    ),
     "ids that are no list": (
         b'{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": {"0": 1}}',
         ["hash_ids", "a list"],
@@ -157,11 +161,29 @@ def test_what_the_policies_ask_for():
         ({"capacity_tokens": 0}, "capacity-tokens"),
         ({"max_running": 0}, "max-running"),
         ({"policy": "fifo"}, "policy"),
+        ({"policy": 3}, "policy"),
+        ({"full_blocks": "no"}, "full-blocks"),
+        ({"device": None}, "device"),
+        ({"device": ""}, "device"),
     ],
 )
 def test_wrong_settings_are_named(wrong, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected"):
+    with pytest.raises((ValueError, TypeError), match=f"^{name}: expected"):
         Settings(**wrong)
+
+
+def test_settings_are_plain_numbers():
+    """What came of them is written as JSON."""
+    size = np.int64(64)
+    settings = Settings(tokens_per_block=size, capacity_tokens=size * 64, max_running=np.int32(3))
+    result = replay(trace_of((0, 600, 4, [1, 2])), settings, open_manager=Recorder)
+    assert json.loads(as_json([result]))["replays"][0]["settings"]["max_running"] == 3
+
+
+@pytest.mark.parametrize("requests", [0, -1, 1.0, True])
+def test_a_head_of_no_requests(requests):
+    with pytest.raises((ValueError, TypeError), match=r"^requests: expected"):
+        trace_of((0, 600, 4, [1, 2]), (1, 600, 4, [1, 2])).head(requests)
 
 
 # -- the engine ------------------------------------------------------------------------------------

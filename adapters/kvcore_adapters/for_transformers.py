@@ -33,12 +33,14 @@ both wait for the stream.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from transformers.cache_utils import EncoderDecoderCache
 
 import kvcore as k
+from kvcore.checks import as_int
 from kvcore.device.base import Device
 from kvcore.errors import wrong
 from kvcore_adapters.for_transformers_cache import PagedCache
@@ -49,6 +51,7 @@ from kvcore_adapters.for_transformers_config import (
     torch_type,
     type_name,
 )
+from kvcore_adapters.for_transformers_inputs import padded, whole_inputs
 from kvcore_adapters.for_transformers_rows import PagedRows
 
 __all__ = ["KVCoreCache", "KVCoreEncoderDecoderCache", "cache_for"]
@@ -126,21 +129,22 @@ class KVCoreCache(PagedCache):
         attention_mask: Any = None,
         reuse_scope: k.ReuseScope | None = None,
     ) -> None:
-        if config.is_encoder_decoder:
-            remedy = "use KVCoreEncoderDecoderCache, or cache_for"
-            raise wrong("config", "a decoder's", type(config).__name__, remedy)
-        layers = decoder_layers(config)
-        owns = manager is None
-        if manager is None:
-            manager = open_manager(
-                layers, num_beams, device, type_name(config, dtype), max_tokens, tokens_per_block
-            )
-        check_manager("manager", manager, len(layers), num_beams)
-        rows = PagedRows(manager, len(layers), num_beams, reuse_scope)
+        _check_kind(config, encoder_decoder=False)
+        layers, owns = decoder_layers(config), manager is None
+        with ExitStack() as undo:
+            if manager is None:
+                name = type_name(config, dtype)
+                manager = open_manager(
+                    layers, num_beams, device, name, max_tokens, tokens_per_block
+                )
+                undo.callback(manager.shutdown)
+            check_manager("manager", manager, len(layers), num_beams)
+            rows = PagedRows(manager, len(layers), num_beams, reuse_scope)
+            if prompt is not None and not any(padded(prompt, attention_mask)):
+                # One token has to be computed, for logits.
+                rows.adopt(prompt[:, :-1].tolist(), prompt.new_empty(0, dtype=torch_type(manager)))
+            undo.pop_all()
         super().__init__(rows, owns_manager=owns)
-        if prompt is not None and not any(padded(prompt, attention_mask)):
-            # One token has to be computed, for logits.
-            rows.adopt(prompt[:, :-1].tolist(), prompt.new_empty(0, dtype=torch_type(manager)))
 
     def publish(self, prompt: Any, attention_mask: Any = None) -> int:
         """Lets later caches of the same manager find the full pages of prompts.
@@ -163,10 +167,11 @@ class KVCoreCache(PagedCache):
             Another number of rows, or more tokens than are cached.
         """
         count, length = len(self._rows.sequences), self.get_seq_length()
+        pads = padded(prompt, attention_mask)
         if len(prompt) != count or prompt.shape[1] > length:
             expected = f"{count} rows of at most {length} tokens, which are cached"
             raise wrong("prompt", expected, list(prompt.shape))
-        whole = [i for i, pads in enumerate(padded(prompt, attention_mask)) if not pads]
+        whole = [i for i in range(count) if not pads[i]]
         for i in whole:
             self._rows.publish(i, prompt[i].tolist())
         return len(whole)
@@ -186,12 +191,25 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
         Both or neither.
     max_encoder_tokens : int
         Positions of the encoder there are pages for, all prompts together.
+    encoder_input : tensor [batch, ...], optional
+        Ids or features as `generate` gets them, not repeated. Finds the cross-attention that a
+        cache of these managers published of it: nothing of it is computed then, and its full pages
+        are shared. An input is found as a whole, and all rows or none.
+    attention_mask : tensor [batch, ...], optional
+        Of that input: what was published with another one, or without, is another input.
+    encoder_length : int, optional
+        Positions that the encoder makes of its input. Default: those of the ids.
+    reuse_scope : ReuseScope, optional
+        The boundary of that reuse, for finding and for publishing.
     num_beams, device, dtype, max_tokens, tokens_per_block
         As for `KVCoreCache`; both managers are on the same device.
 
     Notes
     -----
-    Errors as for `KVCoreCache`. For another input call `reset()`, or make another cache.
+    Errors as for `KVCoreCache`. For another input call `reset()`, or make another cache. `generate`
+    runs the encoder whatever was found, unless it is given `encoder_outputs`. Inputs are hashed on
+    the host; each different one is remembered until the process ends, about 200 bytes. Prompts of
+    the decoder are not reused: its keys and values depend on the encoder's input, too.
     """
 
     def __init__(
@@ -206,25 +224,33 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
         max_tokens: int = 8192,
         max_encoder_tokens: int = 8192,
         tokens_per_block: int = 16,
+        encoder_input: Any = None,
+        attention_mask: Any = None,
+        encoder_length: int | None = None,
+        reuse_scope: k.ReuseScope | None = None,
     ) -> None:
+        _check_kind(config, encoder_decoder=True)
+        inputs = whole_inputs(encoder_input, attention_mask, encoder_length)
         if (manager is None) != (cross_manager is None):
             raise wrong("manager and cross_manager", "both or neither", (manager, cross_manager))
-        layers = decoder_layers(config)
-        owns = manager is None
-        if manager is None or cross_manager is None:
-            name = type_name(config, dtype)
-            manager = open_manager(layers, num_beams, device, name, max_tokens, tokens_per_block)
-            try:
-                cross_manager = open_manager(
-                    layers, 1, manager.device, name, max_encoder_tokens, tokens_per_block
-                )
-            except BaseException:
-                manager.shutdown()
-                raise
-        check_manager("manager", manager, len(layers), num_beams)
-        check_manager("cross_manager", cross_manager, len(layers), 1)
-        own = PagedRows(manager, len(layers), num_beams)
-        cross = PagedRows(cross_manager, len(layers), num_beams, written_once=True)
+        layers, owns = decoder_layers(config), manager is None
+        with ExitStack() as undo:
+            if manager is None or cross_manager is None:
+                how = type_name(config, dtype), max_tokens, tokens_per_block
+                manager = open_manager(layers, num_beams, device, *how)
+                undo.callback(manager.shutdown)
+                how = how[0], as_int("max_encoder_tokens", max_encoder_tokens, 1), tokens_per_block
+                cross_manager = open_manager(layers, 1, manager.device, *how)
+                undo.callback(cross_manager.shutdown)
+            check_manager("manager", manager, len(layers), num_beams)
+            check_manager("cross_manager", cross_manager, len(layers), 1)
+            own = PagedRows(manager, len(layers), num_beams)
+            cross = PagedRows(cross_manager, len(layers), num_beams, reuse_scope, written_once=True)
+            if inputs:
+                cross.adopt(inputs, encoder_input.new_empty(0, dtype=torch_type(cross_manager)))
+                own.expected = cross.num_rows
+            undo.pop_all()
+        self._own, self._cross = own, cross
         super().__init__(PagedCache(own, owns_manager=owns), PagedCache(cross, owns_manager=owns))
 
     def __enter__(self) -> Self:
@@ -237,6 +263,38 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def publish(self, encoder_input: Any, attention_mask: Any = None) -> int:
+        """Lets later caches of the same managers find the cross-attention of an input.
+
+        Parameters
+        ----------
+        encoder_input, attention_mask : tensor
+            What `generate` got, as for the constructor.
+
+        Returns
+        -------
+        int
+            How many sequences were published. Where the cross manager has partial commit off, those
+            that do not fill their last page will not be found.
+
+        Raises
+        ------
+        ValueError
+            Another number of rows, or of ids than there are positions.
+        """
+        rows, length = self._cross, self.cross_attention_cache.get_seq_length()
+        if len(encoder_input) != len(rows.sequences):
+            expected = f"{len(rows.sequences)} rows, which are cached"
+            raise wrong("encoder_input", expected, len(encoder_input))
+        for i, tokens in enumerate(whole_inputs(encoder_input, attention_mask, length)):
+            rows.publish(i, tokens)
+        return len(rows.sequences)
+
+    def reset(self) -> None:
+        """Frees all pages; the cache is as new, but reuses nothing."""
+        self._own.expected = 0
+        super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the decoder's last `-tokens_to_remove` tokens, as `PagedCache.crop`."""
@@ -257,15 +315,12 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache.batch_select_indices(indices)
 
 
-def padded(prompt: Any, attention_mask: Any) -> list[bool]:
-    """Which rows of a prompt are padded."""
-    if attention_mask is None:
-        return [False] * len(prompt)
-    if attention_mask.shape != prompt.shape:
-        expected = f"the prompt's shape {list(prompt.shape)}"
-        raise wrong("attention_mask", expected, list(attention_mask.shape))
-    found: list[bool] = (attention_mask == 0).any(1).tolist()
-    return found
+def _check_kind(config: Any, *, encoder_decoder: bool) -> None:
+    if bool(config.is_encoder_decoder) != encoder_decoder:
+        kind, other = "an encoder-decoder's", "KVCoreCache"
+        if not encoder_decoder:
+            kind, other = "a decoder's", "KVCoreEncoderDecoderCache"
+        raise wrong("config", kind, type(config).__name__, f"use {other}, or cache_for")
 
 
 def cache_for(config: Any, **settings: Any) -> KVCoreCache | KVCoreEncoderDecoderCache:

@@ -33,7 +33,14 @@ def decoder_layers(config: Any) -> list[LayerShape]:
     Raises `NotImplementedError` for layers whose cache is no pair of equal keys and values.
     """
     decoder = config.get_text_config(decoder=True)
-    count = getattr(decoder, "num_decoder_layers", None) or decoder.num_hidden_layers
+    count = getattr(decoder, "num_decoder_layers", None)
+    count = count or getattr(decoder, "num_hidden_layers", None)
+    if not count or not hasattr(decoder, "num_attention_heads"):
+        raise NotImplementedError(f"{type(config).__name__}: it names no attention layers")
+    if getattr(decoder, "cross_attention_layers", None):
+        raise NotImplementedError(
+            "layers of cross-attention in a decoder: only some steps use them"
+        )
     each = list(getattr(decoder, "per_layer_config", None) or ())
     each = each if len(each) == count else [decoder] * count
     types = getattr(decoder, "layer_types", None) or ("full_attention",)
@@ -74,6 +81,8 @@ def open_manager(
 ) -> k.KVCacheManager:
     """A manager with pages for `max_tokens` tokens, for beams if there are several."""
     num_beams, item = as_int("num_beams", num_beams, 1), itemsize_bits(dtype) // 8
+    max_tokens = as_int("max_tokens", max_tokens, 1)
+    tokens_per_block = as_int("tokens_per_block", tokens_per_block, 1)
     buffers = {
         shape: [
             k.BufferConfig(

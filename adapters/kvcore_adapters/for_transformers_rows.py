@@ -48,6 +48,7 @@ class PagedRows:
         self.manager, self.num_layers = manager, num_layers
         self.group = as_int("num_beams", group, 1)
         self.scope, self.written_once = scope, written_once
+        self.expected = 0  # rows of the batch, where another cache knows them already
         self.sequences: list[k.KVCache] = []
         self._writes, self._reads = _Steps(manager), _Steps(manager)
         self._forget()
@@ -80,7 +81,7 @@ class PagedRows:
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise NotImplementedError("pages carry no gradients; call the model under no_grad()")
         for role, states in zip(ROLES, (keys, values), strict=True):
-            self._check_states(layer, role, states)
+            self._check_states(layer, role, states, keys)
         self.like = keys.new_empty(0)
         new = keys.shape[2]
         if self.lengths[layer] == self.end:
@@ -108,7 +109,6 @@ class PagedRows:
             if opened:
                 self.reset()
             raise
-        self._writes.prepare(self.sequences, self.width, new, self.end, self._stream())
         self.start, self.end, self.mapped = self.end, self.end + new, False
 
     def _check_whole(self, call: str) -> None:
@@ -121,8 +121,9 @@ class PagedRows:
         if len(keys) % self.group:
             expected = f"a multiple of num_beams={self.group} rows"
             raise wrong("key_states", expected, len(keys), "give the cache generate's num_beams")
-        if self.sequences and len(keys) != self.num_rows:
-            expected = f"{self.num_rows} rows, as before"
+        known, why = (self.num_rows, "before") if self.sequences else (self.expected, "were found")
+        if known and len(keys) != known:
+            expected = f"{known} rows, as {why}"
             raise wrong("key_states", expected, len(keys), "reset() the cache for another batch")
 
     def _open(self, groups: int, prompts: Sequence[Sequence[int]] | None = None) -> None:
@@ -167,8 +168,8 @@ class PagedRows:
         return False
 
     def _grow(self, new: int, *, widen: bool) -> None:
-        """Pages for `new` more tokens of every row, after widening; all or nothing."""
-        done = []
+        """Pages for `new` more tokens of every row, after widening, mapped; all or nothing."""
+        done, grown, before = [], False, self.apart
         try:
             if widen:
                 self._finalise()
@@ -177,15 +178,21 @@ class PagedRows:
                     done.append(kv)
             if not self.manager.advance(self.sequences, new):
                 rows = len(self.sequences) * (self.group if widen else self.width)
+                missing = self.manager.missing_pages(self.sequences, new)
                 raise k.OutOfPagesError(
-                    f"no pages for {new} more tokens of {rows} rows at {self.end}; give the cache "
-                    "more max_tokens"
+                    f"no pages for {new} more tokens of {rows} rows at {self.end}: {missing} "
+                    "missing; give the cache more max_tokens",
+                    missing,
                 )
+            grown, self.apart = True, before or widen
+            self._writes.prepare(self.sequences, self.width, new, self.end, self._stream())
         except BaseException:
+            self.apart, self.mapped = before, False
+            if grown:
+                self.manager.truncate(self.sequences, self.end)
             for kv in done:
                 kv.set_beam_width(1)
             raise
-        self.apart = self.apart or widen
 
     def _finalise(self) -> None:
         """Makes everything written history, so that beams share it by reference."""
@@ -225,12 +232,23 @@ class PagedRows:
     def _buffer(self, layer: int, role: str) -> k.BufferConfig:
         return self.manager.config.layers[layer].buffers[ROLES.index(role)]
 
-    def _check_states(self, layer: int, role: str, states: Any) -> None:
+    def _check_states(self, layer: int, role: str, states: Any, keys: Any) -> None:
+        name, given = f"layer {layer}: {role}_states", list(states.shape)
+        if len(given) != 4:
+            raise wrong(name, "[rows, heads, new, dim]", given)
+        if (given[0], given[2]) != (len(keys), keys.shape[2]):
+            raise wrong(name, f"rows and tokens as key_states {list(keys.shape)}", given)
+        device, place = self.manager.device, "cpu"
+        if device.kind == "cuda":
+            place = f"cuda:{getattr(device, 'index', 0)}"
+        if str(states.device) != place:
+            expected = f"tensors on {place}, where the pages lie"
+            raise wrong(name, expected, str(states.device), "give the cache the model's device")
         buffer = self._buffer(layer, role)
         found = str(states.dtype).removeprefix("torch."), (states.shape[1], states.shape[3])
         if found != (buffer.dtype, buffer.shape):
             raise wrong(
-                f"layer {layer}: {role}_states",
+                name,
                 f"what the pages hold of a token, {buffer.dtype} {buffer.shape}",
                 f"{found[0]} {found[1]}",
                 "give the cache the model's dtype, or a manager with its shapes",
@@ -280,10 +298,11 @@ class PagedRows:
     def adopt(self, prompts: Sequence[Sequence[int]], like: Any) -> None:
         """Starts with what is known of the prompts, as long as the shortest match; else empty.
 
-        `like` is a tensor on the device of what comes.
+        What is written once starts with all of it or empty. `like` is a tensor on the device of
+        what comes.
         """
         known = min(self.manager.probe_reuse(self.scope, prompt) for prompt in prompts)
-        if not known:
+        if known < (len(prompts[0]) if self.written_once else 1):
             return
         self.like = like
         self._open(len(prompts), [prompt[:known] for prompt in prompts])
@@ -294,10 +313,10 @@ class PagedRows:
         self.start = self.end = known
 
     def publish(self, group: int, prompt: Sequence[int]) -> None:
-        """Lets others find the full pages of a group's first tokens."""
+        """Lets others find the full pages of a group's first tokens; all that is written once."""
         kv, block = self.sequences[group], self.manager.config.tokens_per_block
-        full = len(prompt) // block * block  # beams differ in the rest
-        kv.commit(prompt[kv.num_committed_tokens : full])
+        whole, full = self.written_once, len(prompt) // block * block  # beams differ in the rest
+        kv.commit(prompt[kv.num_committed_tokens : None if whole else full], is_end=whole)
         self.mapped = False
 
     def reset(self) -> None:

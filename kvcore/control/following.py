@@ -13,35 +13,49 @@ Index = NDArray[np.intp]
 
 
 def follow(
-    control: ControlPlane, sequences: Index, parents: Index, shared: Int32, blocks: Int32
+    control: ControlPlane, sequences: Index, parents: Index, low: Int32, high: Int32
 ) -> Int32:
-    """Reorders the rows of sequences of one width W, as the device has done.
+    """Takes over what a beam step did, as it was described when the step was prepared.
 
     Parameters
     ----------
     sequences : intp array [n]
-        Distinct.
+        Distinct, of one width W.
     parents : intp array [n, W]
         The old beam each beam goes on from; an entry out of range means the beam itself.
-    shared, blocks : int32 arrays [n]
-        As they were when the step was prepared: blocks before `shared` were passed by reference,
-        those from there to `blocks` by the rule of `kvcore.control.beams`.
+    low, high : int32 arrays [n]
+        Fork mode: blocks before `low` were passed by reference, those from there to `high` copied
+        for further children. Indirection mode: see `Paths.follow`.
 
     Returns
     -------
     int32 array [n]
-        How many beams are further children of a parent, which got copies of its tail.
+        How many beams got copies of a tail.
 
     Notes
     -----
-    Cannot fail. What no row reaches any more is free at once: the step has run, and whoever read
-    those pages came before it. A few dozen vector operations over the blocks in which rows may
-    differ, so O(n W (blocks - common)).
+    Cannot fail. Enqueues nothing.
+    """
+    beams = np.arange(parents.shape[1])
+    parents = np.where((parents < 0) | (parents >= beams.size), beams, parents)
+    if control.paths is None:
+        return _reorder(control, sequences, parents, low, high)
+    control.paths.follow(sequences, parents, low, high)
+    return np.zeros(sequences.shape, np.int32)
+
+
+def _reorder(
+    control: ControlPlane, sequences: Index, parents: Index, shared: Int32, blocks: Int32
+) -> Int32:
+    """Reorders rows of sequences whose parents are in range; see `follow`.
+
+    What no row reaches any more is free at once: the step has run, and whoever read those pages
+    came before it. A few dozen vector operations over the blocks in which rows may differ, so
+    O(n W (blocks - common)).
     """
     seqs = control.seqs
     width = parents.shape[1]
     beams = np.arange(width)
-    parents = np.where((parents < 0) | (parents >= width), beams, parents)
     ordered = np.sort(parents, axis=1)
     further: Int32 = (ordered[:, 1:] == ordered[:, :-1]).sum(axis=1, dtype=np.int32)
     some = np.flatnonzero((parents != beams).any(axis=1))

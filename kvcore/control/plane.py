@@ -10,10 +10,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.control.paths import Paths
 from kvcore.control.reuse import PrefixReuse, ReuseRules
 from kvcore.control.sequences import NO_LIMIT, SequenceTable, TableShape
 from kvcore.control.slots import SlotTable
 from kvcore.control.statistics import Statistics
+from kvcore.errors import OutOfPagesError
 from kvcore.ids import NO_SLOT, Ticket, div_ceil
 
 Index = NDArray[np.intp]
@@ -50,6 +52,7 @@ class ControlPlane:
         slot_bytes: tuple[int, ...] | None = None,
     ) -> None:
         self.seqs = SequenceTable(shape)
+        self.paths = Paths(self.seqs) if shape.indirect else None  # of beams in indirection mode
         self.slots = [SlotTable(count) for count in num_slots]
         self.pool_group_of = pool_group_of
         self.slots_of = [self.slots[group] for group in pool_group_of]  # by layer group
@@ -75,6 +78,28 @@ class ControlPlane:
         if short:
             self.stats.dropped(self.reuse.make_room(short, call))
         return True
+
+    def missing(self, pages_per_group: int) -> int:
+        """Pages that `make_room` would be short of, over all pool groups; 0 if there is room."""
+        return sum(
+            max(0, pages_per_group * groups - slots.num_free - slots.num_evictable)
+            for slots, groups in zip(self.slots, self._groups_in, strict=True)
+        )
+
+    def refusal(self, who: str, pages_per_group: int) -> OutOfPagesError:
+        """What to raise where `make_room` answered False: how many pages `who` is short of."""
+        short = []
+        for number, (slots, groups) in enumerate(zip(self.slots, self._groups_in, strict=True)):
+            pages, free, evictable = pages_per_group * groups, slots.num_free, slots.num_evictable
+            if pages > free + evictable:
+                short.append(
+                    f"{pages} more pages of pool group {number}, {free} are free and {evictable} "
+                    f"evictable: {pages - free - evictable} missing"
+                )
+        return OutOfPagesError(
+            f"{who} take {' and '.join(short)}; close or shrink other caches and retry",
+            self.missing(pages_per_group),
+        )
 
     def take_block(self) -> tuple[Int32, tuple[Int64, ...]]:
         """A slot of each layer group `[layer groups, 1]`, and the moments to wait for.
@@ -184,9 +209,13 @@ class ControlPlane:
         seqs = self.seqs
         for group, slots in enumerate(self.slots_of):
             where = index + group * seqs.shape.max_blocks if group else index
-            slots.release(seqs.cells[where], ticket, distinct=distinct)
+            slots.release(self._held(seqs.cells[where]), ticket, distinct=distinct)
             seqs.cells[where] = NO_SLOT
             seqs.mark(where, ticket)
+
+    def _held(self, cells: Int32) -> Int32:
+        """Cells that name a slot: in indirection mode beam 0 alone has the blocks all share."""
+        return cells if self.paths is None else cells[cells >= 0]
 
     def _distinct(self, sequences: Index, blocks: Int32) -> bool:
         """Whether no slot is released twice: beams share pages, and so do published prefixes."""
@@ -199,7 +228,8 @@ class ControlPlane:
         parked = seqs.parked.get(sequence)
         if parked is not None:
             for group, slots in enumerate(self.slots_of):
-                slots.release(parked[:, group].reshape(-1), ticket, distinct=len(parked) == 1)
+                held = self._held(parked[:, group].reshape(-1))
+                slots.release(held, ticket, distinct=len(parked) == 1)
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
         self.reuse.let_go(sequence)
@@ -217,7 +247,7 @@ class ControlPlane:
             if len(pages) == 1:
                 alone[pool_group] += int(np.count_nonzero(refs[pages[0]] == 1))
             else:
-                pages, holders = np.unique(pages, return_counts=True)
+                pages, holders = np.unique(self._held(pages), return_counts=True)
                 alone[pool_group] += int(np.count_nonzero(refs[pages] == holders))
         return alone
 

@@ -242,7 +242,8 @@ class PrefixReuse:
         `ticket` is the moment after which its own are no longer used.
         """
         seqs, first = self.seqs, self.claims[sequence].blocks
-        width, own = int(seqs.width[sequence]), self.own_pages(sequence, first, pages.shape[1])
+        own = self.own_pages(sequence, first, pages.shape[1])
+        width = 1 if seqs.shape.indirect else int(seqs.width[sequence])
         rows = seqs.rows[sequence, :width]
         for group, slots in enumerate(self.slots_of):
             where = np.flatnonzero(own[group] != pages[group])

@@ -40,17 +40,19 @@ class TableShape:
     twin: bool
     """Whether a device twin follows: without one, dirty cells are not collected."""
 
+    indirect: bool = False
+    """Whether beams find their history through an indirection: see `kvcore.control.paths`."""
 
-def _reserved(shape: TableShape) -> Int32:
-    """The page table's addresses; the system backs a row with memory when it is first written."""
-    cells = (shape.max_rows, shape.num_groups, shape.max_blocks)
+
+def reserved(cells: tuple[int, int, int]) -> Int32:
+    """A table's addresses; the system backs a row with memory when it is first written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     try:
         memory = mmap.mmap(-1, 4 * math.prod(cells), flags=flags)
     except (OSError, OverflowError, ValueError) as error:
         raise OutOfMemoryError(
-            f"a page table of {cells} rows, layer groups and blocks does not fit into the address "
-            "space; lower max_rows (or max_sequences) or max_seq_len"
+            f"a table of {cells} rows, layer groups and blocks (or positions) does not fit into "
+            "the address space; lower max_rows (or max_sequences) or max_seq_len"
         ) from error
     return np.frombuffer(memory, np.int32).reshape(cells)
 
@@ -70,7 +72,8 @@ class SequenceTable:
         self.history: Int32 = np.zeros(n, np.int32)
         self.num_blocks: Int32 = np.zeros(n, np.int32)
         self.limit: Int32 = np.zeros(n, np.int32)  # tokens reachable without a new block
-        self.common: Int32 = np.zeros(n, np.int32)  # leading blocks that are the same in all rows
+        # Leading blocks that are the same in all rows, or that only row 0 has (indirection mode)
+        self.common: Int32 = np.zeros(n, np.int32)
         self.width: Int32 = np.zeros(n, np.int32)  # live beams; 0: no such sequence
         self.active: NDArray[np.bool_] = np.zeros(n, np.bool_)
         self.block_bound: Int32 = np.full(
@@ -81,7 +84,7 @@ class SequenceTable:
         self.gen_from: Int32 = np.full(n, NO_LIMIT, np.int32)  # first block added in generation
         self.prompt: Int32 = np.full(n, NO_LIMIT, np.int32)  # history at which generation starts
         self.rows: Index = np.full((n, shape.max_beam_width), -1, np.intp)
-        self.table = _reserved(shape)
+        self.table = reserved((shape.max_rows, shape.num_groups, shape.max_blocks))
         self.cells: Int32 = self.table.reshape(-1)
         self.row_stride = shape.num_groups * shape.max_blocks
         self.used_rows = 0  # rows initialised so far
@@ -93,6 +96,7 @@ class SequenceTable:
         self._free_rows: list[int] = []
         self._stamp: Index = np.zeros(n, np.intp)
         self._iota: Index = np.arange(n, dtype=np.intp)
+        self._first_cells = self._cells_of_row_0(64)
 
     # -- sequences and rows ------------------------------------------------------------------------
 
@@ -262,10 +266,15 @@ class SequenceTable:
         shape = self.shape
         if not shape.twin:
             return
-        groups = np.arange(shape.num_groups) * shape.max_blocks
-        ordinals = groups[:, None] + np.arange(blocks)
+        if blocks > self._first_cells.shape[1]:
+            self._first_cells = self._cells_of_row_0(min(2 * blocks, shape.max_blocks))
+        ordinals = self._first_cells[:, :blocks]
         index = (rows * self.row_stride)[:, None, None] + ordinals
         self.mark(index.reshape(-1), after)
+
+    def _cells_of_row_0(self, blocks: int) -> Int64:
+        groups: Int64 = np.arange(self.shape.num_groups)[:, None] * self.shape.max_blocks
+        return groups + np.arange(blocks)
 
     def limit_of(self, blocks: int) -> int:
         """Tokens that fit into `blocks` blocks."""

@@ -21,7 +21,7 @@ A shared page is not in the tree, but several sequences may hold it: it left the
 held, or forks go on from it.
 """
 
-WORTH_A_LOOK = 64  # slots: from here on a look at whether they are a run pays
+WORTH_A_LOOK = 1024  # slots: from here on a look at whether they are a run pays
 
 Join = Callable[[Int64, Ticket], "Int64 | Ticket"]
 """Tickets that stand for each of some earlier moments and a later one."""
@@ -113,6 +113,10 @@ class SlotTable:
         before = self.refs[where]
         self.num_evictable -= before.size - int(np.count_nonzero(before))
         self.refs[where] = before + holders
+
+    def hold_more(self, slots: Int32, holders: int) -> None:
+        """Adds holders to each of some distinct slots that have one. O(n)."""
+        self.refs[as_index(slots)] += holders
 
     def release(self, slots: Int32, ticket: Ticket | None, *, distinct: bool) -> None:
         """Removes a holder per entry; frees what nobody holds any more, unless it is in the tree.
@@ -222,8 +226,8 @@ class SlotTable:
 def as_index(slots: Int32) -> slice | NDArray[np.intp]:
     """Distinct slots as the fastest index: a slice where they ascend without gaps.
 
-    >>> as_index(np.arange(100, dtype=np.int32))
-    slice(0, 100, None)
+    >>> as_index(np.arange(2000, dtype=np.int32))
+    slice(0, 2000, None)
     """
     count = slots.size
     if count >= WORTH_A_LOOK:

@@ -37,14 +37,16 @@ from kvcore.device.parts import Int64 as Int64
 from kvcore.device.parts import Memory as Memory
 from kvcore.device.parts import PageStack as PageStack
 from kvcore.device.parts import Stream as Stream
+from kvcore.device.paths import PathArrays as PathArrays
+from kvcore.device.paths import PathOperations
 from kvcore.layout import PageGeometry as PageGeometry
 
 
-class Device(BeamOperations, FormatOperations):
+class Device(BeamOperations, PathOperations, FormatOperations):
     """Memory, streams and the operations of the cache, on one device.
 
-    Those of beams stand in `kvcore.device.beams`, page tables in other forms in
-    `kvcore.device.formats`.
+    Those of beams stand in `kvcore.device.beams` and `kvcore.device.paths`, page tables in other
+    forms in `kvcore.device.formats`.
     """
 
     kind: str

@@ -129,12 +129,11 @@ class BeamOperations(ABC):
         """
 
     @abstractmethod
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        """Copies the first `tokens[i]` tokens of slot `src[i]` to slot `dst[i]`, in one launch.
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        """Copies the first tokens of slots to other slots, in one launch.
 
-        Host arrays `[pairs]`, copied before the call returns. No slot may be both a source and a
+        `pairs` `[3, n]` are the sources, the targets and how many tokens of each; a host array,
+        copied before the call returns. No slot may be both a source and a
         target, or a target twice. Pairs with a slot outside the pools, or without tokens, are
         skipped.
         """
@@ -167,30 +166,4 @@ class BeamOperations(ABC):
         where n is `tokens` of the request, cut to the axis. Rows that stay are not written. One
         launch for all arrays whose rows are laid out alike (up to 256 of them), however many
         layers; a GPU needs no second buffer.
-        """
-
-    @abstractmethod
-    def step_indirection(
-        self,
-        indirection: Array,
-        parents: Array,
-        starts: Array,
-        ends: Array,
-        *,
-        widths: Array | None = None,
-        stream: Stream,
-    ) -> None:
-        """Makes the indirections of a batch follow the parents, in place, in one launch.
-
-        `indirection` int32 `[requests, beams, positions]` (contiguous last axis, the others of any
-        strides) says which beam of its request has each position of a beam. `parents` int32
-        `[requests, beams]`; an entry outside `[0, width)` means the beam itself, where width is
-        `widths[r]` (int32 `[requests]`, cut to `[0, beams]`) or all beams. With int32 `starts` and
-        `ends` `[requests]`, for each beam i before width::
-
-            positions [starts[r], ends[r])   new[r, i, t] = old[r, parents[r, i], t]
-            position ends[r]                 new[r, i, t] = parents[r, i]
-
-        cut to the positions that there are. All others stay, and so do requests whose end is
-        negative.
         """

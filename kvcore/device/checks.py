@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from kvcore.device.base import Array, BeamArrays, Memory, PageGeometry, PageStack, TailPlace
+from kvcore.device.base import (
+    Array,
+    BeamArrays,
+    Memory,
+    PageGeometry,
+    PageStack,
+    PathArrays,
+    TailPlace,
+)
 from kvcore.device.beams import MAX_BEAMS
 from kvcore.device.formats import PageNumbers, PoolNumbers, RowRanges
 from kvcore.errors import wrong, wrong_type
@@ -209,23 +217,44 @@ def check_distinct(addresses: Sequence[int]) -> None:
         raise wrong("arrays", "each array once", addresses)
 
 
-def check_step_indirection(
-    indirection: Array,
-    parents: Array,
+def check_paths(cells: Array, beams: PathArrays, kind: type[Any]) -> int:
+    """Checks cells and the arrays of a batch with paths; gives how many positions it has."""
+    check_array("cells", cells, kind, INT32, (ANY, ANY), strided=True)
+    check_array("beams.rows", beams.rows, kind, INT32, (ANY,))
+    shape = beams.rows.shape
+    for name in ("first", "width", "base", "own", "valid"):
+        check_array(f"beams.{name}", getattr(beams, name), kind, INT32, shape)
+    if not 0 <= beams.max_width <= MAX_BEAMS:
+        raise wrong("beams.max_width", f"0 to {MAX_BEAMS}", beams.max_width)
+    return int(shape[0])
+
+
+def check_take_paths(cells: Array, beams: PathArrays, out: Array, kind: type[Any]) -> None:
+    """Checks the arguments of `take_paths`."""
+    count = check_paths(cells, beams, kind)
+    check_array("out", out, kind, INT32, (ANY, ANY))
+    if len(out) > count:
+        raise wrong("out", f"at most {count} rows, one per position of the batch", len(out))
+
+
+def check_map_paths(
+    tables: Array,
+    cells: Array,
+    beams: PathArrays,
     starts: Array,
     ends: Array,
-    widths: Array | None,
+    out: Array,
+    tokens_per_block: int,
     kind: type[Any],
 ) -> None:
-    """Checks the arguments of `step_indirection`."""
-    check_array("indirection", indirection, kind, INT32, (ANY, ANY, ANY), strided=True)
-    requests, beams, _ = indirection.shape
-    if beams > MAX_BEAMS:
-        raise wrong("indirection", f"at most {MAX_BEAMS} beams", beams)
-    check_array("parents", parents, kind, INT32, (requests, beams))
-    for name, array in (("starts", starts), ("ends", ends), ("widths", widths)):
-        if array is not None or name != "widths":
-            check_array(name, array, kind, INT32, (requests,))
+    """Checks the arguments of `map_paths`."""
+    if tokens_per_block < 1:
+        raise wrong("tokens_per_block", "at least 1", tokens_per_block)
+    check_array("tables", tables, kind, INT32, (ANY, ANY, ANY), strided=True)
+    check_paths(cells, beams, kind)
+    check_array("starts", starts, kind, INT32, beams.rows.shape)
+    check_array("ends", ends, kind, INT32, beams.rows.shape)
+    check_array("out", out, kind, INT32, (len(tables), ANY, 2))
 
 
 def check_tails(places: Sequence[TailPlace]) -> None:
@@ -239,13 +268,14 @@ def check_tails(places: Sequence[TailPlace]) -> None:
             raise wrong("places", text, place.token_bytes)
 
 
-def check_pairs(src: Any, dst: Any, tokens: Any) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
-    """Private copies of the arguments of `copy_tokens`."""
-    lists = [check_ids("src", src), check_ids("dst", dst), check_ids("tokens", tokens)]
-    for name, values in zip(("dst", "tokens"), lists[1:], strict=True):
-        if len(values) != len(lists[0]):
-            raise wrong(name, f"one entry per source ({len(lists[0])})", len(values))
-    return lists
+def check_pairs(pairs: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """A private copy of the argument of `copy_tokens`."""
+    if not isinstance(pairs, np.ndarray):
+        raise wrong_type("pairs", "a host array (numpy.ndarray)", pairs)
+    if pairs.ndim != 2 or len(pairs) != 3 or pairs.dtype != INT32:
+        raise wrong("pairs", "int32 [3, n]: sources, targets, tokens", described(pairs))
+    copy: np.ndarray[Any, np.dtype[np.int32]] = pairs.copy()
+    return copy
 
 
 def check_block_offsets(

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device import reference
+from kvcore.device import reference, reference_paths
 from kvcore.device.base import Array, Device, Int32, Int64, Memory, PageGeometry, PageStack, Stream
 from kvcore.device.checks import (
     ANY,
@@ -34,6 +34,7 @@ from kvcore.device.hostmemory import (
     no_memory,
     own_memory,
 )
+from kvcore.device.hostpaths import HostPaths
 from kvcore.device.simulated import SimulatedStream, Simulator
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import align_up
@@ -56,7 +57,7 @@ class HostPageStack:
         return len(self.places) // self.num_roles
 
 
-class HostDevice(HostBeams, HostFormats, Device):
+class HostDevice(HostBeams, HostPaths, HostFormats, Device):
     """The contract on NumPy, with simulated streams.
 
     Parameters
@@ -229,6 +230,11 @@ class HostDevice(HostBeams, HostFormats, Device):
         check_tokens("targets", targets, np.ndarray, stack, len(mapping))
         self._submit(stream, "gather", reference.gather, *args, tuple(targets))
 
+    def move_tokens(self, stack: PageStack, src: Array, dst: Array, *, stream: Stream) -> None:
+        args = *_stack_args(stack, src, "src"), dst
+        check_array("dst", dst, np.ndarray, INT32, (len(src), 2))
+        self._submit(stream, "move_tokens", reference_paths.move_tokens, *args)
+
     def copy_pages(
         self, pools: Sequence[tuple[Memory, int]], src: Int32, dst: Int32, *, stream: Stream
     ) -> None:
@@ -323,12 +329,12 @@ def _backed_pools(pools: Sequence[tuple[Memory, int]]) -> list[reference.Pool]:
 
 
 def _stack_args(
-    stack: PageStack, mapping: Array
+    stack: PageStack, mapping: Array, name: str = "mapping"
 ) -> tuple[list[reference.Place], int, PageGeometry, Array]:
     """What the reference needs to know, with the memory that is backed now."""
     if not isinstance(stack, HostPageStack):
         raise wrong_type("stack", "a page stack of a host device", stack)
-    check_array("mapping", mapping, np.ndarray, INT32, (ANY, 2))
+    check_array(name, mapping, np.ndarray, INT32, (ANY, 2))
     places = [(own_memory(memory).backed, size, offset) for memory, size, offset in stack.places]
     return places, stack.num_roles, stack.geometry, mapping
 

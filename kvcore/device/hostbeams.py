@@ -16,7 +16,6 @@ from kvcore.device.checks import (
     check_distinct,
     check_pairs,
     check_permute_rows,
-    check_step_indirection,
     check_step_rows,
     check_tails,
 )
@@ -75,10 +74,8 @@ class HostBeams(BeamOperations):
         args = places, table, beams, sources, tokens_per_block
         self._submit(stream, "copy_tails", reference.copy_tails, *args)
 
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        places, lists = _backed(buffers), check_pairs(src, dst, tokens)
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        places, lists = _backed(buffers), check_pairs(pairs)
         check_apart(num_slots([place[:2] for place in places]), *lists[:2])
         self._submit(stream, "copy_tokens", reference.copy_tokens, places, *lists)
 
@@ -97,20 +94,6 @@ class HostBeams(BeamOperations):
         check_permute_rows(*args, np.ndarray)
         check_distinct([array.ctypes.data for array in arrays if array.size])
         self._submit(stream, "permute_rows", reference.permute_rows, *args)
-
-    def step_indirection(
-        self,
-        indirection: Array,
-        parents: Array,
-        starts: Array,
-        ends: Array,
-        *,
-        widths: Array | None = None,
-        stream: Stream,
-    ) -> None:
-        args = indirection, parents, starts, ends, widths
-        check_step_indirection(*args, np.ndarray)
-        self._submit(stream, "step_indirection", reference.step_indirection, *args)
 
 
 def _backed(buffers: TailBuffers) -> list[reference.Place]:

@@ -112,20 +112,3 @@ def permute_rows(
             if tokens is not None:
                 rows = np.moveaxis(rows, token_axis, 1)[:, : max(int(tokens[request]), 0)]
             rows[moved] = rows[chosen[moved]]
-
-
-def step_indirection(
-    indirection: Int32, parents: Int32, starts: Int32, ends: Int32, widths: Int32 | None
-) -> None:
-    """Indirections that continue their parents', and the parents at this step's position."""
-    _, beams, positions = indirection.shape
-    for request, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-        if end < 0:
-            continue
-        width = beams if widths is None else int(np.clip(widths[request], 0, beams))
-        chosen = chosen_parents(parents[request, :width], width)
-        mine = indirection[request, :width]
-        moved = slice(max(start, 0), end)
-        mine[:, moved] = mine[chosen, moved]
-        if end < positions:
-            mine[:, end] = chosen

@@ -68,7 +68,7 @@ class DeviceTables:
         self._back_rows(used_rows, stream)
         for entry in dirty:
             self._fences.wait_one(stream, entry.after)
-        index = dirty[0].index if len(dirty) == 1 else _join(dirty)
+        index = dirty[0].cells if len(dirty) == 1 else _join(dirty)
         count, size = index.size, words.size
         buffer = self._ring.lease(8 + 12 * count + 4 * size)
         wide, narrow = self._views_of(buffer)
@@ -139,4 +139,4 @@ class DeviceTables:
 def _join(dirty: list[DirtyCells]) -> NDArray[np.int64]:
     if not dirty:
         return np.empty(0, np.int64)
-    return np.unique(np.concatenate([entry.index for entry in dirty]))
+    return np.unique(np.concatenate([entry.cells for entry in dirty]))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import kvcore
-from kvcore.checks import as_int, as_optional_int
+from kvcore.checks import as_bool, as_int, as_optional_int, as_text
 from kvcore.replay.policies import policy_of
 
 
@@ -29,9 +29,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         policy_of(self.policy)
-        as_int("max-running", self.max_running, 1)
-        as_int("tokens-per-block", self.tokens_per_block, 1)
-        as_optional_int("capacity-tokens", self.capacity_tokens, 1)
+        plain = {
+            "max_running": as_int("max-running", self.max_running, 1),
+            "tokens_per_block": as_int("tokens-per-block", self.tokens_per_block, 1),
+            "capacity_tokens": as_optional_int("capacity-tokens", self.capacity_tokens, 1),
+            "full_blocks": as_bool("full-blocks", self.full_blocks),
+            "device": as_text("device", self.device),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

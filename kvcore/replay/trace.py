@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.checks import LONGEST
+from kvcore.checks import LONGEST, as_int
 from kvcore.errors import wrong
 from kvcore.ids import div_ceil
 
@@ -33,6 +33,7 @@ FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 PRIME: Final = 2**29 - 3
 SPREAD: Final = 331_804_469  # PRIME over the golden ratio: successive multiples keep apart
 OUTPUTS: Final = 2**30  # above every token of a prompt
+LONGEST_OUTPUT: Final = 2**31 - OUTPUTS - PRIME  # tokens: the last one is an int32
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -79,8 +80,8 @@ class Trace:
         return np.arange(begin, begin + self.output_lengths.item(number), dtype=np.int32)
 
     def head(self, requests: int) -> Trace:
-        """The first `requests` of them."""
-        return self._changed(slice(None, requests))
+        """The first `requests` of them, at least one; all where there are no more."""
+        return self._changed(slice(None, as_int("requests", requests, 1)))
 
     def in_full_blocks(self) -> Trace:
         """The same with every block full, also the last of each prompt."""
@@ -162,8 +163,8 @@ def _request(text: bytes, where: str) -> tuple[float, int, int, list[int]]:
         raise wrong(f"{where}, timestamp", "milliseconds in [0, 2**53)", timestamp)
     if type(input_length) is not int or not 1 <= input_length <= LONGEST:
         raise wrong(f"{where}, input_length", f"tokens, 1 to {LONGEST}", input_length)
-    if type(output_length) is not int or not 0 <= output_length <= LONGEST:
-        raise wrong(f"{where}, output_length", f"tokens, 0 to {LONGEST}", output_length)
+    if type(output_length) is not int or not 0 <= output_length <= LONGEST_OUTPUT:
+        raise wrong(f"{where}, output_length", f"tokens, 0 to {LONGEST_OUTPUT}", output_length)
     if type(hash_ids) is not list:
         raise wrong(f"{where}, hash_ids", "a list of ints", hash_ids)
     expected = div_ceil(input_length, BLOCK)

@@ -16,6 +16,7 @@ from kvcore.testing.check_tree import TreeRules, describe_tree
 
 if TYPE_CHECKING:
     from kvcore.control.plane import ControlPlane
+    from kvcore.device.base import Stream
     from kvcore.manager import KVCacheManager
     from kvcore.runtime import Runtime
 
@@ -32,7 +33,8 @@ def check(manager: KVCacheManager, *, device: bool = False) -> None:
     The rules: on each pool group the free slots, the held ones and the evictable ones are disjoint
     and together all slots; a slot counts as many holders as table cells and pins name it; unless it
     is published they all belong to one block of one sequence, and behind its final blocks to one
-    beam; cells without a page are -1; every live beam has its own table row; sizes, limits and
+    beam; cells without a page are -1; in indirection mode beam 0 alone has the blocks that all
+    share, and paths name live beams; every live beam has its own table row; sizes, limits and
     statistics are what a recount gives; rows bound by the caller show the table; the prefix tree is
     one, its pages are marked, what waits for eviction is what may go next, and every sequence has
     the pages of its path.
@@ -52,14 +54,17 @@ def check(manager: KVCacheManager, *, device: bool = False) -> None:
 
     Notes
     -----
-    Changes nothing, and with `device=False` enqueues nothing. O(slots + table cells in use).
+    Begins as every call does: dropped caches are closed, parents that have arrived are taken in.
+    Changes nothing else, and with `device=False` enqueues nothing. O(slots + table cells in use).
     """
     runtime = manager._runtime
     with runtime.lock:
+        runtime.enter()
         rules = _Rules(runtime)
         rules.sequences()
         rules.rows()
         cells = [cell for sequence in rules.alive for cell in rules.cells_of(sequence)]
+        rules.paths()
         published = rules.tree()
         rules.claims()
         rules.slots(cells, published)
@@ -77,6 +82,9 @@ class _Row:
     sequence: int
     beam: int
     group: int
+    first: int
+    """The ordinal of the first slot."""
+
     slots: Int32
 
 
@@ -157,8 +165,27 @@ class _Rules(TreeRules):
             pages.shape[2],
         )
         for beam in range(pages.shape[0]):
+            first = int(self.seqs.common[sequence]) if self.control.paths and beam else 0
+            empty = pages[beam, :, :first] == NO_SLOT
+            self.same(f"sequence {sequence} beam {beam}: only beam 0 has block < {first}", True,
+                      bool(empty.all()))  # fmt: skip
             for group in range(pages.shape[1]):
-                yield _Row(sequence, beam, group, pages[beam, group])
+                yield _Row(sequence, beam, group, first, pages[beam, group, first:])
+
+    def paths(self) -> None:
+        """In indirection mode every position of a path is a live beam's."""
+        paths = self.control.paths
+        if paths is None:
+            return
+        for s in self.alive:
+            width, base, end = int(self.seqs.width[s]), int(paths.base[s]), int(paths.end[s])
+            if width == 1:
+                continue
+            name, size = f"sequence {s}: paths", self.seqs.shape.tokens_per_block
+            common = int(self.seqs.common[s]) * size
+            self.same(f"{name} from {base}, blocks from {common}", True, common <= base <= end)
+            cells = paths.of(s)
+            self.none(f"{name} to no beam", cells[(cells < 0) | (cells >= width)])
 
     def slots(self, cells: list[_Row], published: list[list[int]]) -> None:
         for number, table in enumerate(self.control.slots):
@@ -198,7 +225,7 @@ class _Rules(TreeRules):
                 self.control.slots[pool_group].in_tree,
             )
             final = int(self.seqs.history[row.sequence]) // self.seqs.shape.tokens_per_block
-            for ordinal, slot in enumerate(row.slots.tolist()):
+            for ordinal, slot in enumerate(row.slots.tolist(), row.first):
                 shared = bool(in_tree[slot])  # or was published, and somebody may read it still
                 here = (-1 if shared else row.sequence, row.group, ordinal)
                 before = owner.setdefault((pool_group, slot), here)
@@ -244,6 +271,21 @@ class _Rules(TreeRules):
             for cell in (tuple(map(int, where)) for where in different[:20])
         ]
         self.same("device table (row, layer group, ordinal, host, device)", [], cells)
+        self.device_paths(stream)
+
+    def device_paths(self, stream: Stream) -> None:
+        """Sends the paths' cells and compares those that mean something."""
+        paths, twin = self.control.paths, self.runtime.path_tables
+        if paths is None or twin is None:
+            return
+        twin.send(paths.dirty, self.seqs.used_rows, np.empty(0, np.int32), stream)
+        twin.seal(stream)
+        on_device = self.runtime.device.to_host(twin.array[: self.seqs.used_rows], stream=stream)
+        for s in self.alive:
+            if self.seqs.width[s] > 1:
+                rows, part = paths._rows(s), slice(int(paths.base[s]), int(paths.end[s]))
+                got = on_device[rows, 0, part].tolist()
+                self.same(f"sequence {s}: device paths", paths.of(s).tolist(), got)
 
 
 def describe(runtime: Runtime) -> str:

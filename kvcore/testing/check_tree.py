@@ -124,7 +124,8 @@ class TreeRules:
                 self.same(f"{name}: a dead node of its path is partial", True, node.partial)
             else:
                 run = node.run[:, : blocks - node.start]
-                cells = pages[:, :, node.start : node.start + run.shape[1]]
+                rows = slice(0, 1) if self.control.paths else slice(None)
+                cells = pages[rows, :, node.start : node.start + run.shape[1]]
                 right = bool((cells == run).all()) and cells.shape[2] == run.shape[1]
                 self.same(f"{name}: pages of {_name(node)}", True, right)
             blocks, node = node.start, above(node.parent, node.start)

@@ -180,7 +180,7 @@ class FakeEngine:
 
         Notes
         -----
-        Enqueues and does not block.
+        Enqueues and does not block. What could not be enqueued is not expected later.
         """
         counts = _each(num_tokens, kv_caches)
         starts = [kv.history_length for kv in kv_caches]
@@ -193,28 +193,30 @@ class FakeEngine:
             spelled = dict(zip(kv_caches, tokens, strict=True))
         begun = dict(zip(kv_caches, starts, strict=True))
         for part in self._launches.parts(kv_caches, starts, counts):
-            keys: list[int] = []
+            written: list[tuple[Lineage, int, list[int]]] = []
             for kv, first, count in zip(*part, strict=True):
                 some = spelled.get(kv)
                 if some is not None:
                     some = some[first - begun[kv] :][:count]
                 for lineage in self._rows(kv):
-                    keys += self._continue(kv, lineage, first, count, some)
-            step = self._launches.prepare(part, np.array(keys, np.int64), stream, own_table)
-            self._launches.write(step)
+                    keys = self._keys_from(kv, lineage, first, count, some)
+                    written.append((lineage, first, keys))
+            every = np.array([key for _, _, keys in written for key in keys], np.int64)
+            self._launches.write(self._launches.prepare(part, every, stream, own_table))
+            for lineage, first, keys in written:
+                lineage += [None] * (first - len(lineage))
+                lineage[first : first + len(keys)] = keys
 
-    def _continue(
+    def _keys_from(
         self, kv: KVCache, lineage: Lineage, first: int, count: int, tokens: Sequence[int] | None
     ) -> list[int]:
-        """Writes `count` keys into a lineage and returns them."""
-        lineage += [None] * (first - len(lineage))
+        """The keys of `count` tokens that are written from `first` on."""
         if tokens is None:
-            keys = [self._keys.new() for _ in range(count)]
-        else:
-            before = lineage[first - 1] if first else self._root(kv)
-            keys = self._keys.chain(self._keys.new() if before is None else before, tokens)
-        lineage[first : first + count] = keys
-        return keys
+            return [self._keys.new() for _ in range(count)]
+        before: Any = self._root(kv)
+        if first:
+            before = lineage[first - 1] if first <= len(lineage) else None
+        return self._keys.chain(self._keys.new() if before is None else before, tokens)
 
     def look(
         self, kv_caches: Sequence[KVCache], *, stream: object = None, own_table: bool = False

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcore.checks import as_int
 from kvcore.control.slots import SlotTable
-from kvcore.errors import KVCoreError, wrong
+from kvcore.device.base import Device
+from kvcore.errors import KVCoreError, wrong, wrong_type
 
 if TYPE_CHECKING:
-    from kvcore.device.base import Device
     from kvcore.manager import KVCacheManager
     from kvcore.runtime import Runtime
 
@@ -28,10 +29,15 @@ LAUNCH: Final = (
     "copy_tails",
     "step_rows",
     "permute_rows",
-    "step_indirection",
+    "step_paths",
+    "take_paths",
+    "map_paths",
+    "move_tokens",
     "fetch",
     "fill_pages",
     "from_host",
+    "write_fingerprints",
+    "verify_fingerprints",
 )
 KINDS: Final = ("take", "copy", "launch", "memory", "record", "wait")
 
@@ -87,8 +93,8 @@ def fail_at(target: KVCacheManager | Device, what: str, k: int = 1) -> Iterator[
         is being built on it.
     what : str
         "take": slots are taken. "copy": pages are copied. "launch": any operation is enqueued,
-        copies included. "memory": memory is reserved, resized or allocated. "record", "wait": an
-        event is recorded for freed slots, or waited for.
+        copies included; on a GPU all but those of `Batch.prepare`. "memory": memory is reserved,
+        resized or allocated. "record", "wait": an event is recorded for freed slots, or waited for.
     k : int
         Which one, from 1.
 
@@ -120,7 +126,9 @@ def fail_at(target: KVCacheManager | Device, what: str, k: int = 1) -> Iterator[
         raise wrong("what", f"one of {KINDS}", what)
     runtime: Runtime | None = getattr(target, "_runtime", None)
     device: Any = target if runtime is None else runtime.device
-    fault = Fault(what, k)
+    if not isinstance(device, Device):
+        raise wrong_type("target", "a KVCacheManager or a Device", target)
+    fault = Fault(what, as_int("k", k, 1))
     with ExitStack() as undo:
         if what in ("copy", "launch"):
             for name in COPY if what == "copy" else LAUNCH:

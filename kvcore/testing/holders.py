@@ -25,8 +25,7 @@ def need_own(kv: KVCache, first: int, count: int) -> None:
     for beam in range(kv.beam_width):
         for group, table in enumerate(control.slots_of):
             row = kv.get_base_page_indices(group, beam).tolist()
-            for ordinal in blocks:
-                slot = row[ordinal]
+            for ordinal, slot in list(enumerate(row))[blocks.start : blocks.stop]:
                 if slot >= 0 and (table.refs[slot] > 1 or table.in_tree[slot]):
                     raise ContentError(
                         f"{kv!r} beam {beam} block {ordinal}: the page in slot {slot} is "

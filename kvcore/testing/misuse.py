@@ -28,6 +28,7 @@ def misuses(
         ("no sequence", lambda: m.advance(kv, 1), TypeError),
         ("wrong length", lambda: m.advance([kv], [1, 1]), ValueError),
         ("a float n", lambda: m.advance([kv], 0.5), TypeError),
+        ("a float question", lambda: m.missing_pages([kv], 0.5), TypeError),
         ("float sizes", lambda: m.truncate([kv], [0.5]), TypeError),
         ("a str", lambda: cache.set_beam_width("2"), TypeError),
         ("float parents", lambda: cache.reorder_beams([0.5] * kv.beam_width), TypeError),

@@ -18,9 +18,9 @@ from __future__ import annotations
 from tests.device.battery_beams import RowTests
 from tests.device.battery_dense import DenseTests
 from tests.device.battery_formats import FormatTests
-from tests.device.battery_indirection import IndirectionTests
 from tests.device.battery_memory import MemoryTests
 from tests.device.battery_pages import PageTests
+from tests.device.battery_paths import PathTests
 from tests.device.battery_stacks import StackTests
 from tests.device.battery_tables import TableTests
 from tests.device.battery_tails import TailTests
@@ -34,7 +34,7 @@ class Battery(
     RowTests,
     TailTests,
     DenseTests,
-    IndirectionTests,
+    PathTests,
     FormatTests,
 ):
     """All of it."""

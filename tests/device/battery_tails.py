@@ -93,7 +93,7 @@ class TailTests(BatteryBase):
         tokens = np.array([4, 1, 2, 3, 0, -5, 4, 9, 2**31 - 1], np.int32)
         src, dst = slots[:9].copy(), slots[9:18].copy()
         src[6], dst[7] = -1, tails.num_slots
-        rig.device.copy_tokens(tails.buffers, src, dst, tokens, stream=rig.stream)
+        rig.device.copy_tokens(tails.buffers, np.stack([src, dst, tokens]), stream=rig.stream)
         for pair in zip(src, dst, tokens.tolist(), strict=True):
             tails.expect(*pair)
         tails.check()
@@ -104,17 +104,16 @@ class TailTests(BatteryBase):
         slots = rig.rng.permutation(2 * pairs).astype(np.int32)
         src, dst = slots[:pairs], slots[pairs:]
         tokens = rig.rng.integers(0, T + 1, pairs).astype(np.int32)
-        rig.device.copy_tokens(tails.buffers, src, dst, tokens, stream=rig.stream)
+        rig.device.copy_tokens(tails.buffers, np.stack([src, dst, tokens]), stream=rig.stream)
         for pair in zip(src, dst, tokens.tolist(), strict=True):
             tails.expect(*pair)
         tails.check()
 
     def test_pairs_may_change_after_the_call(self, rig):
         tails = Tails.make(rig, [[(32 * T, 32)]], 8, 16)
-        lists = [np.array([value], np.int32) for value in (1, 2, 3)]
-        rig.device.copy_tokens(tails.buffers, *lists, stream=rig.stream)
-        for values, other in zip(lists, (4, 5, 1), strict=True):
-            values[:] = other
+        pairs = np.array([[1], [2], [3]], np.int32)
+        rig.device.copy_tokens(tails.buffers, pairs, stream=rig.stream)
+        pairs[:, 0] = 4, 5, 1
         tails.expect(1, 2, 3)
         tails.check()
 
@@ -172,22 +171,22 @@ class TailTests(BatteryBase):
         memory = rig.reserve(2 * grain, grain)
         places = [TailPlace(memory, grain // 2, 0, 64, 16)]
         buffers = rig.device.tail_buffers(places)
-        pair = [np.array([value], np.int32) for value in (0, 3, 2)]
+        pair = np.array([[0], [3], [2]], np.int32)
         memory.resize(2 * grain)
         words = memory.array(np.int32, (grain // 2,))
         rig.device.fill_words(words, 5, stream=rig.stream)
         rig.device.fill_words(words[:16], 9, stream=rig.stream)
-        rig.device.copy_tokens(buffers, *pair, stream=rig.stream)
+        rig.device.copy_tokens(buffers, pair, stream=rig.stream)
         found = rig.get(words[3 * grain // 8 :][:16])
         assert found.tolist() == [9] * 8 + [5] * 8
 
     def test_copies_of_no_tails(self, rig):
-        tails, none = Tails.make(rig, [[(16 * T, 16)]], 8, 0), np.zeros(0, np.int32)
-        rig.device.copy_tokens(tails.buffers, none, none, none, stream=rig.stream)
+        tails, none = Tails.make(rig, [[(16 * T, 16)]], 8, 0), np.zeros((3, 0), np.int32)
+        rig.device.copy_tokens(tails.buffers, none, stream=rig.stream)
         empty = rig.device.tail_buffers([])
         assert (empty.num_places, tails.buffers.num_places) == (0, 1)
-        one = np.ones(1, np.int32)
-        rig.device.copy_tokens(empty, one, one + 1, one, stream=rig.stream)
+        one = np.array([[1], [2], [1]], np.int32)
+        rig.device.copy_tokens(empty, one, stream=rig.stream)
         for requests in ([], [Request([0, 1], [0, 0], 0, 2, 8)]):
             batch = batch_of(requests)
             beams, sources = put_beams(rig, batch), rig.put(batch["parents"])
@@ -210,16 +209,13 @@ class TailTests(BatteryBase):
         ):
             with pytest.raises(ValueError, match="places"):
                 rig.device.tail_buffers([TailPlace(memory, *place)])
-        one, two = np.zeros(1, np.int32), np.ones(2, np.int32)
-        for lists, name in (
-            ((one, two, one), "dst"),
-            ((one, one + 1, two), "tokens"),
-            ((one.astype(np.int64), one + 1, one), "src"),
-        ):
-            with pytest.raises(ValueError, match=name):
-                rig.device.copy_tokens(tails.buffers, *lists, stream=rig.stream)
-        with pytest.raises(TypeError, match="buffers"):
-            rig.device.copy_tokens(None, one, one + 1, one, stream=rig.stream)
+        two = np.array([[0, 2], [1, 3], [1, 1]], np.int32)
+        for pairs in (two[:2], two[0], two.astype(np.int64)):
+            with pytest.raises(ValueError, match="pairs"):
+                rig.device.copy_tokens(tails.buffers, pairs, stream=rig.stream)
+        for buffers, pairs, name in ((None, two, "buffers"), (tails.buffers, [[0]] * 3, "pairs")):
+            with pytest.raises(TypeError, match=name):
+                rig.device.copy_tokens(buffers, pairs, stream=rig.stream)
         table, batch = rig.put(numbered((2, 3))), batch_of([Request([0, 1], [0, 0], 0, 2, 8)])
         beams, sources = put_beams(rig, batch), rig.put(batch["parents"])
         for wrong in ({"table": table[0]}, {"sources": rig.put(two.astype(np.int64))}, {"t": 0}):

@@ -184,7 +184,7 @@ def test_copies_without_a_right_order_are_refused(src, dst):
         device.copy_pages([(memory, 512)], *ids, stream=device.default_stream)
     buffers = device.tail_buffers([TailPlace(memory, 512, 0, 64, 16)])
     with pytest.raises(ValueError, match="dst: expected distinct slots that are no source"):
-        device.copy_tokens(buffers, *ids, ids[0], stream=device.default_stream)
+        device.copy_tokens(buffers, np.stack([*ids, ids[0]]), stream=device.default_stream)
 
 
 def test_closed_and_foreign_things_are_refused():

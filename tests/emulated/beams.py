@@ -9,7 +9,7 @@ from tests.emulated import driver
 from tests.gpu import tools
 from tests.gpu.test_beams import *  # noqa: F403
 from tests.gpu.test_dense import *  # noqa: F403
-from tests.gpu.test_indirection import *  # noqa: F403
+from tests.gpu.test_paths import *  # noqa: F403
 
 pytestmark = pytest.mark.usefixtures("held")
 test_nothing_waits_for_the_device = None  # needs streams that run beside the host

@@ -11,7 +11,7 @@ import pytest
 from kvcore.device.base import PageGeometry, TailPlace
 from kvcore.device.beams import MAX_BEAMS
 from kvcore.device.cuda import tokens
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_POOLS
 from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
 from tests.device.battery_beams import Request, batch_of, check_step, numbered, put_beams
@@ -203,7 +203,7 @@ def test_parts_of_another_device_are_refused(rig, other):
     mapping = rig.put(np.zeros((1, 2), np.int32))
     tails = other.tail_buffers([TailPlace(memory, 4096, 0, 64, 16)])
     with pytest.raises(ValueError, match="buffers"):
-        rig.device.copy_tokens(tails, ids, ids + 1, ids, stream=rig.stream)
+        rig.device.copy_tokens(tails, np.stack([ids, ids + 1, ids]), stream=rig.stream)
     with pytest.raises(ValueError, match="stack"):
         rig.device.append(stack, mapping, [], stream=rig.stream)
     with pytest.raises(TypeError, match="stack"):

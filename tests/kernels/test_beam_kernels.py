@@ -9,7 +9,8 @@ import pytest
 
 from kvcore.device import reference_beams as reference
 from kvcore.device.base import BeamArrays
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_KINDS, PAIR_ARGS, UNITS, unit_bytes
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_KINDS, PAIR_ARGS
+from kvcore.device.cuda.kernels import UNITS, unit_bytes
 from tests.kernels.guarded import Guarded, address, compare, int32
 
 T = 8

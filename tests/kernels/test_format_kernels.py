@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvcore.device import reference_formats as reference
+from kvcore.device.cuda.arguments import MAX_TABLE_POOLS, TABLE_POOL
 from kvcore.device.cuda.kernels import divider
-from kvcore.device.cuda.structs import MAX_TABLE_POOLS, TABLE_POOL
 from kvcore.device.formats import PageNumbers, PoolNumbers, RowRanges
 from kvcore.ids import div_ceil
 from tests.kernels.guarded import address, compare, int32

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from kvcore.device import reference
-from kvcore.device.cuda.kernels import (
-    MAX_INLINE,
-    MAX_POOLS,
-    SLOT_ARGS,
-    UNITS,
-    divider,
-    unit_bytes,
-)
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_POOLS, SLOT_ARGS
+from kvcore.device.cuda.kernels import UNITS, divider, unit_bytes
 from kvcore.ids import div_ceil
 from tests.kernels.guarded import Guarded, address, compare
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvcore.device import reference
 from kvcore.device.base import PageGeometry
-from kvcore.device.cuda.kernels import PLACE, UNITS, divider
+from kvcore.device.cuda.arguments import PLACE
+from kvcore.device.cuda.kernels import UNITS, divider
 from kvcore.device.cuda.layouts import cut_token, page_bits
 from kvcore.ids import div_ceil
 from tests.kernels.guarded import Guarded, address, compare, int32

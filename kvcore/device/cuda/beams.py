@@ -9,22 +9,32 @@ from weakref import WeakSet
 
 import cupy
 
-from kvcore.device.base import Array, BeamArrays, Int32, Stream, TailBuffers, TailPlace
+from kvcore.device.base import (
+    Array,
+    BeamArrays,
+    Int32,
+    PathArrays,
+    Stream,
+    TailBuffers,
+    TailPlace,
+)
 from kvcore.device.beams import MAX_BEAMS, BeamOperations
 from kvcore.device.checks import check_pairs, check_step_rows, check_tails
 from kvcore.device.cuda.dense import DenseRows
 from kvcore.device.cuda.driver import Context
-from kvcore.device.cuda.indirection import Indirections
 from kvcore.device.cuda.kernels import packing
 from kvcore.device.cuda.launch import USUAL_SHARED, Launch, most_shared
 from kvcore.device.cuda.memory import own_memory
+from kvcore.device.cuda.paths import PathWork
 from kvcore.device.cuda.seen import Seen
 from kvcore.device.cuda.streams import as_own
 from kvcore.device.cuda.tails import CudaTailBuffers
+from kvcore.device.paths import PathOperations
 from kvcore.errors import wrong, wrong_type
 
 if TYPE_CHECKING:
     from kvcore.device.cuda.device import CudaDevice
+    from kvcore.device.cuda.words import WordWork
 
 WORD: Final = 4  # bytes
 MOST_COLUMNS: Final = 64  # of a tile; the kernel's 2 ** MAX_SHIFT
@@ -91,17 +101,17 @@ class BeamRows:
         return launch
 
 
-class CudaBeams(BeamOperations):
+class CudaBeams(BeamOperations, PathOperations):
     """The contract on one GPU."""
 
     context: Context
     _stacks: WeakSet[Any]
 
-    def _prepare_beams(self, device: CudaDevice) -> None:
+    def _prepare_beams(self, device: CudaDevice, words: WordWork) -> None:
         """Launches of the present tunings."""
         self._beam_rows = BeamRows(device)
         self._dense_rows = DenseRows(device)
-        self._indirections = Indirections(device)
+        self._paths = PathWork(device, words)
 
     @cached_property
     def num_processors(self) -> int:
@@ -139,10 +149,8 @@ class CudaBeams(BeamOperations):
         mine = self._tails(buffers)
         mine.copy_tails(table, beams, sources, tokens_per_block, as_own(stream))
 
-    def copy_tokens(
-        self, buffers: TailBuffers, src: Int32, dst: Int32, tokens: Int32, *, stream: Stream
-    ) -> None:
-        self._tails(buffers).copy_tokens(check_pairs(src, dst, tokens), as_own(stream))
+    def copy_tokens(self, buffers: TailBuffers, pairs: Int32, *, stream: Stream) -> None:
+        self._tails(buffers).copy_tokens(check_pairs(pairs), as_own(stream))
 
     def permute_rows(
         self,
@@ -158,17 +166,28 @@ class CudaBeams(BeamOperations):
         on = as_own(stream)
         self._dense_rows(tuple(arrays), parents, width, starts, tokens, token_axis, on)
 
-    def step_indirection(
+    def step_paths(
+        self, cells: Array, beams: PathArrays, parents: Array, *, stream: Stream
+    ) -> None:
+        self._paths.step(cells, beams, parents, as_own(stream))
+
+    def take_paths(self, cells: Array, beams: PathArrays, out: Array, *, stream: Stream) -> None:
+        self._paths.take(cells, beams, out, as_own(stream))
+
+    def map_paths(
         self,
-        indirection: Array,
-        parents: Array,
+        tables: Array,
+        cells: Array,
+        beams: PathArrays,
         starts: Array,
         ends: Array,
+        out: Array,
         *,
-        widths: Array | None = None,
+        tokens_per_block: int,
         stream: Stream,
     ) -> None:
-        self._indirections(indirection, parents, starts, ends, widths, as_own(stream))
+        args = tables, cells, beams, starts, ends, out, tokens_per_block
+        self._paths.map(*args, as_own(stream))
 
     def _tails(self, buffers: TailBuffers) -> CudaTailBuffers:
         if isinstance(buffers, CudaTailBuffers) and buffers.device is self:

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvcore.device.base import Array
 from kvcore.device.checks import check_distinct, check_permute_rows
-from kvcore.device.cuda.kernels import MAX_ARRAYS, MAX_UNITS, unit_bytes
+from kvcore.device.cuda.arguments import MAX_ARRAYS, MAX_UNITS
+from kvcore.device.cuda.kernels import unit_bytes
 from kvcore.device.cuda.launch import USUAL_SHARED, Launch, most_shared
 from kvcore.device.cuda.seen import Seen
 from kvcore.device.cuda.streams import CudaStream

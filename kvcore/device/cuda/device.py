@@ -62,10 +62,8 @@ from kvcore.errors import StateError, wrong, wrong_type
 
 SMALLEST_GRAIN: Final = 2 << 20  # bytes
 GIB: Final = 1 << 30
-MANY: Final = 64
-"""Dropped objects from which on `empty` frees them, although that waits for the device."""
-FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
-"""Sources that are compiled when they are first used."""
+MANY: Final = 64  # dropped objects, from which on `empty` frees them and waits for the device
+FOR_TESTS: Final = frozenset({"fingerprint", "latch"})  # sources compiled when first used
 
 
 class CudaDevice(CudaBeams, CudaFormats, Device):
@@ -251,6 +249,9 @@ class CudaDevice(CudaBeams, CudaFormats, Device):
     ) -> None:
         self._stack(stack).move("gather", "targets", mapping, targets, stream)
 
+    def move_tokens(self, stack: PageStack, src: Array, dst: Array, *, stream: Stream) -> None:
+        self._stack(stack).move_within(src, dst, stream)
+
     def copy_pages(
         self, pools: Sequence[tuple[Memory, int]], src: Int32, dst: Int32, *, stream: Stream
     ) -> None:
@@ -356,7 +357,7 @@ class CudaDevice(CudaBeams, CudaFormats, Device):
         self._words = WordWork(self)
         self._copies = SlotWork(self, "copy_pages", "copy_pages")
         self._fills = SlotWork(self, "fill", "fill_pages")
-        self._prepare_beams(self)
+        self._prepare_beams(self, self._words)
         self._prepare_formats(self)
 
     def new_launch(self, source: Source, entry: str, head: str, shared: int = 0) -> Launch:

@@ -9,11 +9,11 @@ import cupy
 import numpy as np
 
 from kvcore.device.checks import check_block_offsets, check_row_pages, check_token_slots
+from kvcore.device.cuda.arguments import MAX_TABLE_POOLS
 from kvcore.device.cuda.kernels import divider
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.seen import Seen
 from kvcore.device.cuda.streams import CudaStream, as_own
-from kvcore.device.cuda.structs import MAX_TABLE_POOLS
 from kvcore.device.formats import FormatOperations, PageNumbers, PoolNumbers, RowRanges
 from kvcore.device.parts import Array, Stream
 from kvcore.ids import div_ceil

@@ -1,7 +1,6 @@
-"""The kernels as text: sources, entry points, argument layouts and tunables. Needs no GPU, no CuPy.
+"""The kernels as text: sources, entry points, tunables. Needs no GPU, no CuPy.
 
-Every entry point takes one struct by value. Its layout stands here as an aligned NumPy dtype and in
-the source as C++; the tests compare the two field by field.
+Every entry point takes one struct by value, whose layout stands in `kvcore.device.cuda.arguments`.
 """
 
 from __future__ import annotations
@@ -15,197 +14,44 @@ from typing import Final
 
 import numpy as np
 
-from kvcore.device.cuda.structs import (
+from kvcore.device.cuda.arguments import (
+    BUSY_ARGS,
+    DELAY_ARGS,
     DIVIDER,
+    FINGER_ARGS,
+    INLINE_PAIR_ARGS,
+    INLINE_SLOT_ARGS,
+    LATCH_ARGS,
+    MAP_ARGS,
+    MAP_PATHS_ARGS,
+    MOVE_ARGS,
     OFFSET_ARGS,
+    PAGES,
+    PAIR_ARGS,
+    PATHS,
+    PERMUTE_ARGS,
+    PLACE,
+    POOL,
+    ROW_ARGS,
     ROW_PAGES_ARGS,
+    SCATTER_ARGS,
+    SLOT_ARGS,
+    STAGED_ARGS,
+    STEP_PATHS_ARGS,
+    STEP_ROWS_ARGS,
+    STRIDED_ARGS,
     TABLE_POOL,
+    TAIL_ARGS,
+    TAIL_BUFFERS,
+    TAIL_KIND,
+    TAKE_PATHS_ARGS,
+    TOKEN_ARGS,
     TOKEN_SLOT_ARGS,
+    WORD_ARGS,
+    Fields,
 )
-from kvcore.device.cuda.structs import Fields as Fields
-from kvcore.device.cuda.structs import struct as _struct
-
-MAX_ROLES: Final = 4
-MAX_POOLS: Final = 8
-MAX_INLINE: Final = 256
-MAX_DIMS: Final = 9
-MAX_KINDS: Final = 8
-MAX_ARRAYS: Final = 256
-MAX_UNITS: Final = 2**31 - 1
-"""Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 
 UNITS: Final = (16, 8, 4, 2, 1)
-
-PLACE: Final = _struct(
-    ("base", np.uint64), ("slot_bytes", np.int64), ("num_slots", np.int64), ("reserved", np.int64)
-)
-PAGES: Final = _struct(
-    ("places", np.uint64),
-    ("page_bytes", np.int64),
-    ("token_stride", np.int64),
-    ("head_stride", np.int64),
-    ("page_tokens", DIVIDER),
-    ("slot_tokens", np.uint32),
-    ("num_roles", np.uint32),
-    ("first_role", np.uint32),
-)
-TOKEN_ARGS: Final = _struct(
-    ("mapping", np.uint64),
-    ("base", np.uint64, MAX_ROLES),
-    ("layer", np.int64, MAX_ROLES),
-    ("num_units", np.uint32),
-    ("reserved", np.uint32),
-    ("pages", PAGES),
-    ("token", np.int64, MAX_ROLES),
-    ("head", np.int64, MAX_ROLES),
-    ("item", np.int64, MAX_ROLES),
-    ("token_units", DIVIDER),
-    ("head_units", DIVIDER),
-    ("item_units", DIVIDER),
-    ("reserved_too", np.uint32),
-)
-FINGER_ARGS: Final = _struct(
-    ("pages", PAGES),
-    ("mapping", np.uint64),
-    ("keys", np.uint64),
-    ("bad", np.uint64),
-    ("num_words", np.uint32),
-    ("token_bytes", np.uint32),
-    ("token_words", DIVIDER),
-    ("head_bytes", DIVIDER),
-)
-POOL: Final = _struct(
-    ("base", np.uint64), ("slot_bytes", np.int64), ("before", np.uint32), ("chunks", DIVIDER)
-)
-SLOT_ARGS: Final = _struct(
-    ("slots", np.uint64),
-    ("num_slots", np.uint32),
-    ("limit", np.uint32),
-    ("pattern", np.uint32),
-    ("num_pools", np.uint32),
-    ("pools", POOL, MAX_POOLS),
-)
-INLINE_SLOT_ARGS: Final = _struct(("args", SLOT_ARGS), ("slots", np.int32, 2 * MAX_INLINE))
-WORD_ARGS: Final = _struct(
-    ("target", np.uint64), ("count", np.int64), ("value", np.uint32), ("reserved", np.uint32)
-)
-SCATTER_ARGS: Final = _struct(
-    ("table", np.uint64),
-    ("index", np.uint64),
-    ("value", np.uint64),
-    ("target", np.uint64),
-    ("words", np.uint64),
-    ("table_cells", np.int64),
-    ("num_cells", np.uint32),
-    ("num_words", np.uint32),
-)
-STAGED_ARGS: Final = _struct(
-    ("table", np.uint64),
-    ("staged", np.uint64),
-    ("target", np.uint64),
-    ("table_cells", np.int64),
-    ("num_words", np.uint32),
-    ("reserved", np.uint32),
-)
-MAP_ARGS: Final = _struct(
-    ("tables", np.uint64),
-    ("group_stride", np.int64),
-    ("row_stride", np.int64),
-    ("rows", np.uint64),
-    ("starts", np.uint64),
-    ("ends", np.uint64),
-    ("out", np.uint64),
-    ("num_rows", np.uint32),
-    ("num_blocks", np.uint32),
-    ("num_entries", np.uint32),
-    ("num_tokens", np.uint32),
-    ("block_tokens", DIVIDER),
-    ("reserved", np.uint32),
-)
-ROW_ARGS: Final = _struct(
-    ("table", np.uint64),
-    ("table_stride", np.int64),
-    ("out", np.uint64),
-    ("out_stride", np.int64),
-    ("rows", np.uint64),
-    ("table_rows", np.uint32),
-    ("num_units", np.uint32),
-    ("row_units", DIVIDER),
-    ("table_units", np.uint32),
-)
-STRIDED_ARGS: Final = _struct(
-    ("source", np.uint64),
-    ("target", np.uint64),
-    ("source_strides", np.int64, MAX_DIMS),
-    ("target_strides", np.int64, MAX_DIMS),
-    ("sizes", DIVIDER, MAX_DIMS),
-    ("num_dims", np.uint32),
-    ("num_units", np.uint32),
-    ("reserved", np.uint32),
-)
-STEP_ROWS_ARGS: Final = _struct(
-    ("table", np.uint64),
-    ("row_stride", np.int64),
-    ("group_stride", np.int64),
-    *((name, np.uint64) for name in ("rows", "first", "width", "shared", "blocks")),
-    ("parents", np.uint64),
-    ("sources", np.uint64),
-    ("num_rows", np.uint32),
-    ("num_blocks", np.uint32),
-    ("num_positions", np.uint32),
-    ("num_parents", np.uint32),
-    ("max_width", np.uint32),
-    ("cells", np.uint32),
-)
-TAIL_KIND: Final = _struct(
-    *((name, np.uint32) for name in ("first", "count", "units", "token_units"))
-)
-TAIL_BUFFERS: Final = _struct(
-    ("places", np.uint64),
-    ("num_kinds", np.uint32),
-    ("reserved", np.uint32),
-    ("kinds", TAIL_KIND, MAX_KINDS),
-)
-TAIL_ARGS: Final = _struct(
-    ("table", np.uint64),
-    ("row_stride", np.int64),
-    *((name, np.uint64) for name in ("rows", "shared", "blocks", "valid", "sources")),
-    ("num_rows", np.uint32),
-    ("num_blocks", np.uint32),
-    ("num_positions", np.uint32),
-    ("block_tokens", np.uint32),
-    ("buffers", TAIL_BUFFERS),
-)
-PAIR_ARGS: Final = _struct(
-    ("lists", np.uint64),
-    ("num_pairs", np.uint32),
-    ("reserved", np.uint32),
-    ("buffers", TAIL_BUFFERS),
-)
-INLINE_PAIR_ARGS: Final = _struct(("args", PAIR_ARGS), ("lists", np.int32, 3 * MAX_INLINE))
-PERMUTE_ARGS: Final = _struct(
-    *((name, np.uint64) for name in ("parents", "starts", "tokens")),
-    ("row_stride", np.int64),
-    ("num_rows", np.uint32),
-    ("num_requests", np.uint32),
-    ("width", np.uint32),
-    ("segments", np.uint32),
-    ("segment_units", np.uint32),
-    ("token_units", np.uint32),
-    ("shift", np.uint32),
-    ("reserved", np.uint32),
-    ("arrays", np.uint64, MAX_ARRAYS),
-)
-INDIRECTION_ARGS: Final = _struct(
-    ("cells", np.uint64),
-    ("request_stride", np.int64),
-    ("beam_stride", np.int64),
-    *((name, np.uint64) for name in ("parents", "starts", "ends", "widths")),
-    *((name, np.uint32) for name in ("num_requests", "num_beams", "num_positions", "shift")),
-)
-LATCH_ARGS: Final = _struct(("flag", np.uint64), ("gave_up", np.uint64), ("max_cycles", np.int64))
-DELAY_ARGS: Final = _struct(("cycles", np.int64))
-BUSY_ARGS: Final = _struct(("out", np.uint64), ("rounds", np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,10 +137,15 @@ def _beam_sources() -> list[Source]:
         Source("step_rows", {"step_rows": STEP_ROWS_ARGS}, rows, threads=256),
         Source("copy_tails", entries, tails, threads=256, vectors=4),
         Source(
-            "step_indirection",
-            {"step_indirection": INDIRECTION_ARGS},
-            {"IndirectionArgs": INDIRECTION_ARGS},
+            "paths",
+            {"step_paths": STEP_PATHS_ARGS, "take_paths": TAKE_PATHS_ARGS},
+            {"Paths": PATHS, "StepPathsArgs": STEP_PATHS_ARGS, "TakePathsArgs": TAKE_PATHS_ARGS},
             threads=256,
+        ),
+        Source(
+            "move_tokens",
+            _sized("move_tokens", MOVE_ARGS),
+            {"MoveArgs": MOVE_ARGS, "Pages": PAGES, "Place": PLACE},
         ),
         Source("permute_rows", dense, {"PermuteArgs": PERMUTE_ARGS}, threads=256, vectors=4),
     ]
@@ -333,7 +184,11 @@ def _sources() -> dict[str, Source]:
             {"scatter_table": SCATTER_ARGS, "scatter_staged": STAGED_ARGS},
             {"ScatterArgs": SCATTER_ARGS, "StagedArgs": STAGED_ARGS},
         ),
-        Source("map_tokens", {"map_tokens": MAP_ARGS}, {"MapArgs": MAP_ARGS}),
+        Source(
+            "map_tokens",
+            {"map_tokens": MAP_ARGS, "map_paths": MAP_PATHS_ARGS},
+            {"MapArgs": MAP_ARGS, "MapPathsArgs": MAP_PATHS_ARGS},
+        ),
         Source("take_rows", _sized("take_rows", ROW_ARGS, UNITS[:3]), {"RowArgs": ROW_ARGS}),
         Source(
             "fingerprint",

@@ -17,8 +17,9 @@ from cuda.bindings import driver
 from cuda.bindings.driver import cuCtxGetCurrent, cuLaunchKernel
 
 from kvcore.device.base import Stream
+from kvcore.device.cuda.arguments import Fields
 from kvcore.device.cuda.driver import Context, context_of, failure
-from kvcore.device.cuda.kernels import Fields, Source
+from kvcore.device.cuda.kernels import Source
 from kvcore.device.cuda.streams import CudaStream
 from kvcore.errors import wrong, wrong_type
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcore.device.base import PageGeometry
-from kvcore.device.cuda.kernels import MAX_DIMS, divider, unit_bytes
+from kvcore.device.cuda.arguments import MAX_DIMS
+from kvcore.device.cuda.kernels import divider, unit_bytes
 from kvcore.errors import wrong
 
 Strides = tuple[int, int, int]
@@ -81,6 +82,12 @@ def cut_token(
     token_units = g.heads * row // unit
     head_units = token_units if adjoin else row // unit
     return TokenCut(unit, adjoin, token_units, head_units, run // unit)
+
+
+def cut_page(geometry: PageGeometry, bits: int) -> TokenCut:
+    """The cut for tokens that go from page to page; `bits` from `page_bits`."""
+    row = geometry.dim * geometry.itemsize
+    return cut_token(geometry, bits, [(0, row, geometry.itemsize)], 0)
 
 
 def cut_strided(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_POOLS, divider, unit_bytes
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_POOLS
+from kvcore.device.cuda.kernels import divider, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.streams import CudaStream

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvcore.device.base import Array, BeamArrays, Int32
 from kvcore.device.checks import check_copy_tails
-from kvcore.device.cuda.kernels import MAX_INLINE, MAX_KINDS, MAX_UNITS, unit_bytes
+from kvcore.device.cuda.arguments import MAX_INLINE, MAX_KINDS, MAX_UNITS
+from kvcore.device.cuda.kernels import unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.places import PlaceTable
@@ -44,6 +45,7 @@ class CudaTailBuffers:
         self._kinds = self._find_kinds(places)
         self._table = PlaceTable(device, [place[:3] for place in places]) if places else None
         self._plans: dict[str, list[Part]] = {}
+        self._lists: dict[int, NDArray[np.int32]] = {}  # in the blocks of inline launches
         self._seen = Seen()
 
     @property
@@ -54,6 +56,7 @@ class CudaTailBuffers:
     def forget_plans(self) -> None:
         """Makes the next launches anew, with the tunings of then."""
         self._plans.clear()
+        self._lists.clear()
 
     def copy_tails(
         self,
@@ -80,10 +83,9 @@ class CudaTailBuffers:
             for pieces, launch in self._parts("copy_tails", ROW_HEAD):
                 launch(stream, self._grid(count * pieces, launch), 1, 1, *values)
 
-    def copy_tokens(self, lists: Sequence[Int32], stream: CudaStream) -> None:
-        """`Device.copy_tokens` of sources, targets and tokens."""
+    def copy_tokens(self, ids: Int32, stream: CudaStream) -> None:
+        """`Device.copy_tokens` of sources, targets and tokens, `[3, pairs]`."""
         self._check_open()
-        ids = np.stack(lists)
         count = ids.shape[1]
         if not count or not self.num_places:
             return
@@ -103,8 +105,8 @@ class CudaTailBuffers:
         """Pairs that travel in the launch arguments."""
         count = ids.shape[1]
         for pieces, launch in self._parts("copy_tokens_inline", PAIR_HEAD):
-            at = launch.block["lists"].reshape(3, MAX_INLINE)[:, :count]
             grid = self._grid(count * pieces, launch)
+            at = self._lists[id(launch)][:, :count]
             launch.with_ids(stream, grid, 1, 1, ids, at, 0, count, 0)
 
     def _grid(self, pieces: int, launch: Launch) -> int:
@@ -140,7 +142,10 @@ class CudaTailBuffers:
     def _part(self, entry: str, head: str, kinds: Sequence[list[int]]) -> Part:
         source = self._device.source("copy_tails")
         launch = self._device.new_launch(source, f"{entry}_{self._unit}", head)
-        fields: Any = launch.block["args"] if entry == "copy_tokens_inline" else launch.block
+        fields: Any = launch.block
+        if entry == "copy_tokens_inline":
+            fields = launch.block["args"]
+            self._lists[id(launch)] = launch.block["lists"].reshape(3, MAX_INLINE)
         none = [(0, 0, 0, 0)] * (MAX_KINDS - len(kinds))
         address = self._table.address if self._table is not None else 0
         fields["buffers"] = address, len(kinds), 0, [tuple(kind) for kind in kinds] + none

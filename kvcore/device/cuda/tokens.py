@@ -10,9 +10,10 @@ import cupy
 from kvcore.device.base import Array, PageGeometry, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array, check_tokens
 from kvcore.device.cuda import kernels
-from kvcore.device.cuda.kernels import MAX_ROLES, MAX_UNITS, divider
+from kvcore.device.cuda.arguments import MAX_ROLES, MAX_UNITS
+from kvcore.device.cuda.kernels import divider
 from kvcore.device.cuda.launch import Launch
-from kvcore.device.cuda.layouts import Strides, TokenCut, cut_token, page_bits
+from kvcore.device.cuda.layouts import Strides, TokenCut, cut_page, cut_token, page_bits
 from kvcore.device.cuda.memory import CudaMemory
 from kvcore.device.cuda.places import PlaceTable
 from kvcore.device.cuda.seen import Seen
@@ -162,6 +163,23 @@ class TokenStack:
         plan.launch(stream, *values)
         return plan.launch, *values
 
+    def move_within(self, src: Array, dst: Array, stream: Stream) -> None:
+        """`move_tokens`."""
+        tokens, source = self._tokens(src, "src")
+        check_array("dst", dst, cupy.ndarray, INT32, (tokens, 2))
+        cut = cut_page(self.geometry, self._bits)
+        launch = self._device.launch("move_tokens", f"move_tokens_{cut.unit}")
+        chunk = self._device.source("move_tokens").chunk
+        cuts = *divider(cut.token_units), *divider(cut.head_units), 0
+        step = max(MAX_UNITS // cut.token_units, 1)
+        for start in range(0, tokens, step):
+            units = min(step, tokens - start) * cut.token_units
+            pointers = source + 8 * start, dst.data.ptr + 8 * start
+            for first in range(0, self.num_roles, MAX_ROLES):
+                roles = min(MAX_ROLES, self.num_roles - first)
+                grid = div_ceil(units, chunk), roles, self.num_layers
+                launch(stream, *grid, *pointers, units, *cuts, *self._pages(first))
+
     def write_fingerprints(self, mapping: Array, keys: Array, stream: Stream) -> None:
         """The pattern into every token."""
         self._fingerprint("write_fingerprints", mapping, keys, 0, stream)
@@ -191,12 +209,12 @@ class TokenStack:
             grid = div_ceil(count, source.threads), self.num_roles, self.num_layers
             launch(stream, *grid, *self._pages(0), *pointers, count, size, *cuts)
 
-    def _tokens(self, mapping: Array) -> tuple[int, int]:
+    def _tokens(self, mapping: Array, name: str = "mapping") -> tuple[int, int]:
         """Length and address of a mapping, after a look at it."""
         self._table.check_open("stack")
         found: tuple[int, int] | None = self._mappings.get(id(mapping), mapping)
         if found is None:
-            check_array("mapping", mapping, cupy.ndarray, INT32, (ANY, 2))
+            check_array(name, mapping, cupy.ndarray, INT32, (ANY, 2))
             facts = int(mapping.shape[0]), int(mapping.data.ptr)
             found = self._mappings.keep(id(mapping), facts, mapping)
         return found

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from kvcore.device.base import Array, Int32, Int64, StepArrays, StepLaunch, Stream
 from kvcore.device.checks import ANY, INT32, INT64, check_array
+from kvcore.device.cuda.arguments import MAX_UNITS
 from kvcore.device.cuda.blocks import address
 from kvcore.device.cuda.graphs import Graph
-from kvcore.device.cuda.kernels import MAX_UNITS, divider, packing, unit_bytes
+from kvcore.device.cuda.kernels import divider, packing, unit_bytes
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.layouts import cut_strided
 from kvcore.device.cuda.seen import Seen
