@@ -25,6 +25,7 @@ from kvcore.demo.search import Choice, Hypotheses, expand
 from kvcore.demo.stores import TOKENS_PER_BLOCK, cache_config
 from kvcore.demo.weights import Shape, load_weights
 from kvcore.device.base import Array
+from kvcore.errors import wrong
 from kvcore.ids import div_ceil
 
 MAX_BEAM_WIDTH = 4
@@ -96,12 +97,29 @@ class Server:
     def __init__(self, requests: Iterable[Request], pages: int) -> None:
         weights = load_weights()
         self.decoder = Decoder(weights, np)
-        self.manager = k.KVCacheManager(pool_of(weights.shape, pages), device="host")
-        longest = weights.shape.context
-        self.writes = self.manager.create_batch(MAX_BEAM_WIDTH, longest)
-        self.reads = self.manager.create_batch(MAX_BEAM_WIDTH, MAX_BEAM_WIDTH * longest)
-        self.waiting = deque(requests)
+        self.longest = weights.shape.context
+        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        for request in requests:
+            self.add(request)
+        self.manager = k.KVCacheManager(pool_of(weights.shape, pages), device="host")
+        self.writes = self.manager.create_batch(MAX_BEAM_WIDTH, self.longest)
+        self.reads = self.manager.create_batch(MAX_BEAM_WIDTH, MAX_BEAM_WIDTH * self.longest)
+
+    def add(self, request: Request) -> None:
+        """Puts a request at the end of the queue.
+
+        Raises `ValueError` for one that no pool could serve: it must not stop all the others later.
+        """
+        most = self.longest + 1 - len(request.prompt)  # the last token is chosen, not computed
+        for name, value, high in (
+            ("prompt", len(request.prompt), self.longest),
+            ("max_tokens", request.max_tokens, most),
+            ("width", request.width, MAX_BEAM_WIDTH),
+        ):
+            if not 1 <= value <= high:
+                raise wrong(name, f"1 to {high}", value)
+        self.waiting.append(request)
 
     def run(self, show: Callable[[], None] = lambda: None) -> None:
         """Steps until every request is done or known not to fit."""
@@ -262,7 +280,7 @@ def main() -> None:
         Request(start + b"and say unto them, ", 40, width=4),
         Request(b"Blessed are the poor in spirit: for theirs", 50, width=2),
         Request(start + b"When ye come ", 40, width=4),
-        Request(b"In the beginning " * 20, 200, width=4),  # more than the pool
+        Request(b"In the beginning " * 20, 150, width=4),  # more than the pool
         Request(start + b"and say unto Aaron, ", 40),
     ]
     server, live = Server(requests, pages=28), sys.stdout.isatty()

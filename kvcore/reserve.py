@@ -97,14 +97,16 @@ def _as_pairs(reservations: Iterable[tuple[KVCache, int]]) -> list[tuple[KVCache
     if not isinstance(reservations, Iterable):
         raise wrong_type("reservations", "an iterable of (KVCache, capacity)", reservations)
     pairs: list[tuple[KVCache, int]] = []
+    seen: set[int] = set()  # ids: handles are identities
     for i, pair in enumerate(reservations):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise wrong_type(f"reservations[{i}]", "a pair (KVCache, capacity)", pair)
         kv, capacity = pair
         if not isinstance(kv, KVCache):
             raise wrong_type(f"reservations[{i}][0]", "a KVCache", kv)
-        if any(kv is other for other, _ in pairs):
+        if id(kv) in seen:
             raise wrong(f"reservations[{i}][0]", "distinct caches", kv, "name each cache once")
+        seen.add(id(kv))
         pairs.append((kv, as_int(f"reservations[{i}][1]", capacity, 0)))
     return pairs
 

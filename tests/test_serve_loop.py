@@ -125,7 +125,7 @@ def test_a_later_turn_finds_prompt_and_answer():
     server.run()
     computed = len(START) + 39  # the last token was chosen, not computed
     turn = Request(START + first.text + b" And he said, ", 10, width=2)
-    server.waiting.append(turn)
+    server.add(turn)
     server.run()
     server.close()
     assert turn.reused == computed // 16 * 16
@@ -149,6 +149,37 @@ def test_a_request_that_fits_not_even_alone_is_told_how_many_pages_it_lacks(
     assert (request_.state, request_.missing) == ("does not fit", missing)
     for request in (before, after):
         assert request.text == text_alone(request.prompt, 12, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (Request(b"", 5), "prompt"),
+        (Request(b"x" * 10_000, 5), "prompt"),
+        (Request(b"x", 0), "max_tokens"),
+        (Request(b"x" * 10, decoder().shape.context - 8), "max_tokens"),
+        (Request(b"x", 5, width=5), "width"),
+        (Request(b"x", 5, width=0), "width"),
+    ],
+)
+def test_a_request_that_nobody_could_serve_is_refused_at_the_door(request_, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected 1 to"):
+        Server([Request(b"x", 5), request_], 4)
+    good = Request(b"x", 5)
+    server = Server([good], 4)
+    with pytest.raises(ValueError, match=f"^{name}: expected 1 to"):
+        server.add(request_)
+    server.run()
+    server.close()
+    assert good.state == "done"
+
+
+def test_the_longest_request_there_is():
+    """The last token is chosen and not computed."""
+    longest = decoder().shape.context
+    request = Request(b"x" * (longest - 3), 4)
+    serve([request], longest // 16)
+    assert request.text == text_alone(request.prompt, 4, 1)
 
 
 def test_one_that_fits_only_without_reuse_is_admitted():

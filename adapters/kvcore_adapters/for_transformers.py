@@ -24,11 +24,13 @@ What is as in `DynamicCache`, and what is not:
   others may reuse stays. There is no need to record a past.
 * T5 with other numbers of layers in encoder and decoder works; the cache `generate` makes by itself
   (transformers 5.24) has as many layers as the encoder, and fails.
+* Caches of the same managers share what they publish: full pages of a decoder's prompts, and the
+  cross-attention of an encoder's input, as a whole.
 * Refused with the reason: gradients, `batch_repeat_interleave`, `batch_select_indices`, recurrent
   and latent (MLA) layers, layers that share another's cache.
 
 The host looks at tensors at one place per step until the beams differ, and at `beam_idx`: on CUDA
-both wait for the stream.
+both wait for the stream. `docs/transformers.md` says more.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ MAX_KINDS: Final = 8
 MAX_ARRAYS: Final = 256
 MAX_TABLE_POOLS: Final = 128
 """Pools of one launch of `block_offsets`; more take several."""
+
 MAX_UNITS: Final = 2**31 - 1
 """Largest number that `quotient` of the kernels divides, and so of units in one launch."""
 

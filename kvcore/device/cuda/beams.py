@@ -62,7 +62,7 @@ class BeamRows:
             facts = self._facts(table, beams, parents, sources)
             found = self._seen.keep(key, facts, *arrays)
         launch, *values = found
-        if values[0] and values[1]:
+        if values[0]:
             launch(stream, *values)
 
     def _facts(self, table: Array, beams: BeamArrays, parents: Array, sources: Array) -> Any:

@@ -62,8 +62,10 @@ from kvcore.errors import StateError, wrong, wrong_type
 
 SMALLEST_GRAIN: Final = 2 << 20  # bytes
 GIB: Final = 1 << 30
-MANY: Final = 64  # dropped objects, from which on `empty` frees them and waits for the device
-FOR_TESTS: Final = frozenset({"fingerprint", "latch"})  # sources compiled when first used
+MANY: Final = 64
+"""Dropped objects from which on `empty` frees them, although that waits for the device."""
+FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
+"""Sources that are compiled when they are first used."""
 
 
 class CudaDevice(CudaBeams, CudaFormats, Device):
@@ -255,11 +257,10 @@ class CudaDevice(CudaBeams, CudaFormats, Device):
     def copy_pages(
         self, pools: Sequence[tuple[Memory, int]], src: Int32, dst: Int32, *, stream: Stream
     ) -> None:
-        own = self._pools(pools)
         src, dst = check_ids("src", src), check_ids("dst", dst)
         if len(src) != len(dst):
             raise wrong("dst", f"one slot per source ({len(src)})", len(dst))
-        self._copies(own, np.stack((src, dst)), 0, as_own(stream))
+        self._copies(self._pools(pools), np.stack((src, dst)), 0, as_own(stream))
 
     def fill_pages(
         self, pools: Sequence[tuple[Memory, int]], slots: Int32, value: int, *, stream: Stream
@@ -384,8 +385,7 @@ class CudaDevice(CudaBeams, CudaFormats, Device):
 
     def upload(self, target: Array, values: NDArray[Any]) -> None:
         """Copies into a dense array of equal size. BLOCKS for as long as that takes."""
-        with self._lock:
-            stream = as_own(self.own_stream())
+        stream = as_own(self.own_stream())
         self._uploads.send(values, target.data.ptr, stream)
         stream.synchronize()
 
