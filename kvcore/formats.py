@@ -335,8 +335,8 @@ class Formats(BlockOffsets):
         if step.owner.size > step.sequences.size or self._runtime.device.is_capturing(on):
             raise StateError(
                 f"{call}: with beam_mode='indirection' a beam finds pages in the rows of others, "
-                "which this format can't express; use block_offsets() and a kernel that reads the "
-                "indirection, or beam_mode='fork'"
+                "which this format can't express; use block_offsets() with cache_indirection() "
+                "and a kernel that reads both, or beam_mode='fork'"
             )
 
     # -- arrays ------------------------------------------------------------------------------------

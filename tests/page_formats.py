@@ -15,7 +15,9 @@ PLAIN, FINER, MERGED = 0, 1, 2
 """Layers: pages of a whole block, two pages a block, keys and values in one buffer."""
 
 
-def make(T: int, device: Any = "host", layout: str = "NHD", slots: int = 600) -> k.KVCacheManager:
+def make(
+    T: int, device: Any = "host", layout: str = "NHD", slots: int = 600, **settings: Any
+) -> k.KVCacheManager:
     """Pages of a block, pages finer than a block, and pages of keys and values together."""
 
     def buffers(roles, heads, order, override=None):
@@ -40,6 +42,7 @@ def make(T: int, device: Any = "host", layout: str = "NHD", slots: int = 600) ->
             layers=[k.AttentionLayerConfig(layer_id=i, buffers=some) for i, some in kinds],
             max_beam_width=4,
             enable_partial_commit=False,
+            **settings,
         ),
         device=device,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -55,11 +53,10 @@ def test_heads_of_keys_and_values_come_in_pairs(shape):
 
 
 def test_rows_of_an_indirection_are_refused_where_they_must_be_complete(monkeypatch):
-    m, rng = make(4), np.random.default_rng(2)
+    m, rng = make(4, beam_mode="indirection"), np.random.default_rng(2)
     everybody = drawn(m, rng, 9)
     members = [its for its in everybody if its.kv.beam_width > 1][:2]
     batch, tables = m.create_batch(12, 80), m.create_batch_tables(("kv", "kv"))
-    m._runtime.config = replace(m.config, beam_mode="indirection")
     prepare(batch, members)
     for call in (
         lambda: batch.csr_pages(PLAIN, layout="NHD"),
@@ -67,7 +64,9 @@ def test_rows_of_an_indirection_are_refused_where_they_must_be_complete(monkeypa
     ):
         with pytest.raises(k.StateError, match=r"indirection.*use block_offsets\(\).*'fork'"):
             call()
-    batch.block_offsets(tables)
+    offsets = batch.block_offsets(tables)
+    np.testing.assert_array_equal(offsets, tables.offsets([its.kv for its in members]))
+    assert (offsets[:, :, :, 0] < 0).any()  # a beam's row lacks what it finds in beam 0's
     batch.slot_mapping(PLAIN, layout="NHD")
     assert members[0].kv.set_beam_width(1)
     prepare(batch, members[:1])
