@@ -11,7 +11,7 @@ import kvcore as k
 from kvcore.errors import ParentsPending
 from kvcore.testing import check
 from tests.helpers import row, typed_manager, used
-from tests.test_step_beams import Search
+from tests.test_step_beams import D, H, Search
 
 Indirect = partial(Search, beam_mode="indirection")
 
@@ -46,8 +46,8 @@ def test_random_parents_over_many_steps(seed, layout, prompts):
 
 @pytest.mark.parametrize("prompt", [8, 9, 11])
 @pytest.mark.parametrize("kind", ["random", "equal", "distinct", "cycle"])
-def test_hundreds_of_steps_are_those_of_fork_mode(prompt, kind):
-    """Equal histories and equal gathered keys and values in both, and as a naive copy has them."""
+def test_hundreds_of_steps_are_alike_in_both_modes_and_without_pages(prompt, kind):
+    """Equal keys and values in fork mode, through paths, in dense rows and in a naive copy."""
     both = [Search(7, (prompt,), (4,), deferred=False, beam_mode=m, slots=900, max_tokens=1024)
             for m in ("fork", "indirection")]  # fmt: skip
     rng = np.random.default_rng(prompt)
@@ -57,16 +57,35 @@ def test_hundreds_of_steps_are_those_of_fork_mode(prompt, kind):
         "distinct": lambda: rng.permutation(4).tolist(),
         "cycle": lambda: [1, 2, 3, 0],
     }[kind]
+    dense = np.zeros((4, 2, prompt + 220, H, D), np.float32)  # [beams, layers, tokens, H, D]
+    dense[:, :, :prompt] = both[0].seen[0]
     for step in range(220):
         parents = make()
         for s in both:
             s.step(parents)
+        new = [seen[:, -1] for seen in both[0].seen[0]]  # of the beams that have followed
+        k.permute_dense(both[0].device, [dense], np.array(parents, np.int32), width=4)
+        dense[:, :, prompt + step] = new
         if step % 55 == 54:
+            for mine, naive in zip(dense, both[0].seen[0], strict=True):
+                np.testing.assert_array_equal(mine[:, : prompt + step + 1], naive)
             fork, indirect = (s.content() for s in both)
             for a, b in zip(fork, indirect, strict=True):
                 np.testing.assert_array_equal(a, b)
             both[0].right()
             check_all(both[1])
+
+
+def test_parents_out_of_range_mean_the_beam_itself():
+    s = Indirect(2, (6,), (4,), deferred=False)
+    for parents in ([4, 0, -1, 1 << 30], [-(1 << 31), 2, 2, 7], [1, 1, 9, 0]):
+        s.step(parents)
+    s.right()
+    check_all(s)
+    for wrong in ([4, 0, 0, 0], [0, -1, 0, 0], [0] * 3):
+        with pytest.raises(ValueError, match="parents"):
+            s.kvs[0].reorder_beams(wrong)
+    s.right()
 
 
 def test_pages_do_not_depend_on_the_parents():
