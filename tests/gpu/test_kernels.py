@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import cupy
 import numpy as np
 import pytest
 
 from kvcore.device import reference
 from tests.device.harness import Stack, buffer_bytes, geometry
-from tests.gpu.tools import Graph, free_bytes
+from tests.gpu.tools import Graph
 
 MIB, GIB = 1 << 20, 1 << 30
 T, H, D = 32, 8, 128
@@ -108,72 +107,6 @@ def test_fingerprints_of_thousands_of_tokens(rig):
     wrong[::7] = True
     assert (found[wrong & (mapping[:, 0] >= 0)] == 2 * H * D * 2 // 4).all()
     assert not found[~wrong | (mapping[:, 0] < 0)].any()
-
-
-# -- large offsets ---------------------------------------------------------------------------------
-
-
-def large(rig, nbytes):
-    """A range of so many bytes, if the GPU has them."""
-    if free_bytes() < nbytes + GIB:
-        pytest.skip(f"needs {nbytes >> 30} GiB of free device memory")
-    return rig.reserve(nbytes, nbytes)
-
-
-@pytest.mark.no_sanitizer
-def test_slots_beyond_32_bits(rig):
-    """Slots of 2 GiB: the third begins beyond 2**32."""
-    slot_bytes = 2 * GIB + 4112
-    memory = large(rig, 3 * slot_bytes)
-    first, last = rig.random((5000,), 1), rig.random((5000,), 1)
-    starts = memory.array(np.uint8, (5000,), 0), memory.array(np.uint8, (5000,), slot_bytes - 5000)
-    rig.device.from_host(first, starts[0], stream=rig.stream)
-    rig.device.from_host(last, starts[1], stream=rig.stream)
-    pools, ids = [(memory, slot_bytes)], np.array([0], np.int32)
-    rig.device.copy_pages(pools, ids, ids + 2, stream=rig.stream)
-    at = 2 * slot_bytes
-    np.testing.assert_array_equal(rig.get(memory.array(np.uint8, (5000,), at)), first)
-    end = memory.array(np.uint8, (5000,), at + slot_bytes - 5000)
-    np.testing.assert_array_equal(rig.get(end), last)
-    rig.device.fill_pages(pools, ids + 1, 0x77, stream=rig.stream)
-    for start in (slot_bytes, 2 * slot_bytes - 5000):
-        assert (rig.get(memory.array(np.uint8, (5000,), start)) == 0x77).all()
-    np.testing.assert_array_equal(rig.get(end), last)
-    np.testing.assert_array_equal(rig.get(starts[1]), last)
-
-
-@pytest.mark.no_sanitizer
-def test_tokens_beyond_32_bits(rig):
-    """Slots and buffers whose offsets need more than 32 bits, first and last token."""
-    g = model_geometry("NHD")
-    slot_bytes = 2 * GIB + 65_536
-    memory = large(rig, 3 * slot_bytes)
-    offset = slot_bytes - buffer_bytes(g)
-    stack = rig.device.page_stack([(memory, slot_bytes, offset)], 1, g)
-    mapping = np.array([[2, T - 1], [0, 0], [2, 0], [1, 5]], np.int32)
-    source = rig.random((1, 4, H, D), 2)
-    placed, target = rig.put(mapping), rig.put(np.zeros_like(source))
-    rig.device.append(stack, placed, [rig.put(source)], stream=rig.stream)
-    rig.device.gather(stack, placed, [target], stream=rig.stream)
-    np.testing.assert_array_equal(rig.get(target), source)
-    for n, (slot, token) in enumerate(mapping.tolist()):
-        at = slot * slot_bytes + offset + token * g.token_stride
-        np.testing.assert_array_equal(rig.get(memory.array(np.uint16, (H, D), at)), source[0, n])
-
-
-@pytest.mark.no_sanitizer
-def test_cupy_works_on_views_beyond_32_bits(rig):
-    """Elementwise work of the array library on a strided view at the far end of a large pool."""
-    memory = large(rig, 5 * GIB)
-    view = memory.array(np.int32, (4, 1000), 5 * GIB - 16_000)
-    values = rig.rng.integers(-1000, 1000, (4, 1000)).astype(np.int32)
-    rig.device.from_host(values, view, stream=rig.stream)
-    with cupy.cuda.Stream.from_external(rig.stream):
-        view[1::2, ::3] *= 3
-        total = view.sum(axis=1)
-    values[1::2, ::3] *= 3
-    np.testing.assert_array_equal(rig.get(view), values)
-    np.testing.assert_array_equal(rig.get(total), values.sum(axis=1))
 
 
 # -- captured graphs -------------------------------------------------------------------------------
