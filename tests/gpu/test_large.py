@@ -114,8 +114,8 @@ def test_tails_beyond_32_bits(rig):
     rig.device.copy_tokens(buffers, pairs, stream=rig.stream)
     values[2][: 3 * token] = values[0][: 3 * token]
     np.testing.assert_array_equal(rig.get(slot(2)), values[2])
-    table, ids = rig.put(np.array([[2], [1]], np.int32)), [0, 0], [2, 2], [0, 0], [1, 1], [2, 2]
-    beams = BeamArrays(rig.put([0, 1], np.int32), *(rig.put(i, np.int32) for i in ids))
+    table, lists = rig.put([[2], [1]], np.int32), ([0, 1], [0, 0], [2, 2], [0, 0], [1, 1], [2, 2])
+    beams = BeamArrays(*(rig.put(values, np.int32) for values in lists))
     sources = rig.put([-1, 0], np.int32)
     rig.device.copy_tails(buffers, table, beams, sources, tokens_per_block=4, stream=rig.stream)
     values[1][: 2 * token] = values[2][: 2 * token]
