@@ -179,6 +179,23 @@ def test_a_fork_of_a_fork_and_a_suspended_one_hold_what_is_published():
     assert used(m) == 0
 
 
+def test_a_fork_that_went_its_own_way_holds_nothing_that_another_publishes():
+    m = opaque_manager()
+    kv = begun(m, 8, 8)
+    (fork,) = kv.fork(1)
+    for cache in (kv, fork):
+        assert cache.resize(20, 20)
+    fork.commit([*A[:8], 1, 1, 1, 1])
+    kv.commit([*A[:8], 2, 2, 2, 2])
+    kv.commit([3, 3, 3, 3])
+    kv.commit([4, 4, 4, 4])
+    for cache in (fork, kv):
+        cache.close()
+        check(m)
+    other = begun(m, 0, 0)
+    assert other.resize(16 * 4)  # every page can be had
+
+
 def test_forks_must_agree_on_the_tokens_of_the_pages_they_share():
     m = opaque_manager()
     kv = begun(m, 8, 8)
