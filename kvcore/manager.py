@@ -238,7 +238,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         Returns
         -------
         slots, offsets : int32 arrays [N]
-            The slot, and the token within the block. `Batch.mapping` is the same on the device.
+            The slot, and the token within the block. `Batch.mapping` is the same on the device. As
+            there, a range from the history length on is for writing in indirection mode.
 
         Raises
         ------
@@ -288,7 +289,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         one or more steps later, and frees pages then; until then it refuses questions about these
         caches' rows (`ParentsPending`). Never blocks, but pins memory
         once in a while. A driver error after the first launch leaves the last blocks of these beams
-        undefined. The step is over: prepare the next one.
+        undefined, and BLOCKS until the parents of earlier steps have arrived. The step is over:
+        prepare the next one.
         """
         runtime = self._runtime
         with runtime.lock:

@@ -181,7 +181,7 @@ class Publishing(Beams):
         """In indirection mode what is published is beam 0's: the beams' common path moves there."""
         runtime, sequence = self._runtime, self._sequence
         stream, count = self.stream, plan.own.shape[1]
-        if runtime.control.paths is None or not count or stream is None:
+        if runtime.control.paths is None or not count or stream is None or self.beam_width == 1:
             return
         size, first = runtime.control.seqs.shape.tokens_per_block, plan.claim.blocks
         moves = plan_gathering(runtime.control, sequence, first * size, (first + count) * size)

@@ -209,6 +209,8 @@ class ControlPlane:
                 slots.release(held, ticket, distinct=len(parked) == 1)
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
+        if self.paths is not None:
+            self.paths.begin(sequence, 0)
         self.reuse.let_go(sequence)
         self.stats.ended(sequence)
         seqs.destroy(sequence)
