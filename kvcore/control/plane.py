@@ -87,8 +87,8 @@ class ControlPlane:
         after = (slots.tickets(one) for slots, one in zip(self.slots_of, taken, strict=True))
         return taken, tuple(tickets for tickets in after if tickets is not None)
 
-    def give_back(self, pages: Int32, ticket: Ticket) -> None:
-        """Frees distinct slots `[layer groups, n]`, out of use after `ticket`."""
+    def give_back(self, pages: Int32, ticket: Ticket | None) -> None:
+        """Frees distinct slots `[layer groups, n]`, out of use after `ticket`. None: untouched."""
         for slots, taken in zip(self.slots_of, pages, strict=True):
             slots.release(taken, ticket, distinct=True)
 
