@@ -120,6 +120,8 @@ class Batch(BeamBatch, Formats):
         -----
         Enqueues two kernels; never blocks. Not for capture in a graph. The staging it writes is
         the batch's own: use two batches to prepare a step while another is still running elsewhere.
+        In indirection mode a step that starts at the history length or after is for writing: its
+        positions are each beam's own from then on. To read tokens that are not final, start before.
         """
         runtime = self._runtime
         with runtime.lock:

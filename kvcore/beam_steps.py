@@ -83,13 +83,15 @@ class BeamSteps(ABC):
     def restored_on_failure(self, step: Step | None) -> Iterator[None]:
         """Where the host can't follow what was enqueued, the next `prepare` sends its own rows.
 
-        The last blocks of these beams may have been overwritten: what they hold is lost.
+        The last blocks of these beams may have been overwritten: what they hold is lost. BLOCKS
+        then until the parents of earlier steps have arrived, without which its rows are old ones.
         """
         try:
             yield
         except BaseException:
             if step is not None:
                 for sequence in self.members(step).sequences.tolist():
+                    self._runtime.parents.settle(sequence)
                     self._resend(sequence)
                 self._runtime.control.seqs.touch(step.sequences)
             raise

@@ -76,6 +76,8 @@ class Beams(Handle):
         copied on the bound stream by one launch per layer group. O(beams * blocks) on the host.
         In indirection mode beams that are added later get pages and no copies; when beams leave,
         what the others read in their pages is moved token by token, which needs declared layouts.
+        Where beams leave, copies and moves go into pages that survivors have no use for: a driver
+        error after the first launch leaves those of the others undefined, and all else unchanged.
         """
         runtime = self._runtime
         with runtime.lock:
@@ -115,7 +117,8 @@ class Beams(Handle):
         -----
         Takes no page. Full blocks of the history are passed by reference and freed when no beam
         reaches them; blocks after it are copied only for the second and further children of a
-        parent.
+        parent, over those of beams without children: a driver error after the first launch leaves
+        these undefined, and all else unchanged. In indirection mode nothing is copied.
         """
         runtime = self._runtime
         with runtime.lock:

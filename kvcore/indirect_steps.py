@@ -48,14 +48,10 @@ class PathSteps(BeamSteps):
         self.arrays = PathArrays(rows, first, width, base, own, valid, most)
 
     def describe_tokens(self, step: Step, starts: Int32, counts: int | Int32) -> None:
-        """A step that starts at or after the history writes: from there on positions are own."""
-        control, owner, size = self._runtime.control, step.owner, step.owner.size
-        paths = self._paths
-        end = paths.end[step.sequences]
-        writes = (starts >= control.seqs.history[step.sequences]) & (starts < end)
-        own = np.where(writes, starts, end)
-        words = (BASE, paths.base[step.sequences]), (OWN, own), (VALID, starts + counts)
-        for word, values in words:
+        owner, size, paths = step.owner, step.owner.size, self._paths
+        own = paths.own_from(step.sequences, starts, counts)
+        valid = np.maximum(starts + counts, self._runtime.control.seqs.history[step.sequences])
+        for word, values in (BASE, paths.base[step.sequences]), (OWN, own), (VALID, valid):
             self._words[word, :size] = values[owner]
 
     def _changes(self, first: Index) -> tuple[Int32, Int32, Int32]:
@@ -64,8 +60,8 @@ class PathSteps(BeamSteps):
 
     def map_tokens(self, step: Step, starts: Array, ends: Array, out: Array, on: Stream) -> None:
         """The twin's new cells, and a mapping that reads through them."""
-        device, seqs = self._runtime.device, self._runtime.control.seqs
-        if step.owner.size == step.sequences.size:
+        device, seqs, owner = self._runtime.device, self._runtime.control.seqs, step.owner
+        if owner.size == step.sequences.size:
             return  # nobody has beams
         try:
             self._twin.send(self._paths.dirty, seqs.used_rows, np.empty(0, np.int32), on)
@@ -81,6 +77,7 @@ class PathSteps(BeamSteps):
             )
         finally:
             self._twin.seal(on)
+        self._paths.end[step.sequences[owner]] = self._words[OWN, : owner.size]
 
     def noted(self, members: Members) -> None:
         self._paths.end[members.sequences] = members.high

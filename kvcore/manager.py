@@ -241,7 +241,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         Returns
         -------
         slots, offsets : int32 arrays [N]
-            The slot, and the token within the block. `Batch.mapping` is the same on the device.
+            The slot, and the token within the block. `Batch.mapping` is the same on the device. As
+            there, a range from the history length on is for writing in indirection mode.
 
         Raises
         ------
@@ -289,10 +290,11 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         belong to what is copied. Takes no page. May be captured in a graph: then call
         `Batch.finish(parents)` after each replay. The host follows when the parents have arrived,
         one or more steps later, and frees pages then; until then it refuses questions about these
-        caches' rows (`ParentsPending`). Never blocks, but pins memory
-        once in a while. A driver error after the first launch leaves the last blocks of these beams
-        undefined. The step is over: only tables of its rows can still be made (`Batch.page_table`,
-        `block_offsets`, `csr_pages`, `ragged_pages`), then prepare the next one.
+        caches' rows (`ParentsPending`). Never blocks, but pins memory once in a while. A driver
+        error after the first launch leaves the last blocks of these beams undefined, and BLOCKS
+        until the parents of earlier steps have arrived. The step is over: only tables of its rows
+        can still be made (`Batch.page_table`, `block_offsets`, `csr_pages`, `ragged_pages`), then
+        prepare the next one.
         """
         runtime = self._runtime
         with runtime.lock:

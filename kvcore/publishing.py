@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 
 from kvcore.beams import Beams
@@ -150,23 +152,18 @@ class Publishing(Beams):
         control, snapshot = runtime.control, runtime.config.commit_min_snapshot and not is_end
         plan = plan_commit(control.reuse, sequence, tokens, with_tail=is_end or snapshot)
         copy = None
-        if plan.publishes_tail and not is_end:
-            room = control.make_room(1, "snapshot")  # may evict what was just looked up
-            plan = plan_commit(control.reuse, sequence, tokens, with_tail=room)
-            if plan.publishes_tail:
-                copy, after = control.take_block()
-        try:
-            if copy is not None:
-                runtime.streams.wait_for(sequence, after)
-                own = control.reuse.own_pages(sequence, plan.tail_block, 1)
-                used = np.array([len(plan.tail) // TOKEN_BYTES], np.int32)
-                runtime.copy_blocks(sequence, own, copy, used)
+        with ExitStack() as undo:
+            if plan.publishes_tail and not is_end:
+                room = control.make_room(1, "snapshot")  # may evict what was just looked up
+                plan = plan_commit(control.reuse, sequence, tokens, with_tail=room)
+                if plan.publishes_tail:
+                    copy, after = control.take_block()
+                    undo.enter_context(runtime.given_back_on_failure(sequence, copy, after))
+                    own = control.reuse.own_pages(sequence, plan.tail_block, 1)
+                    used = np.array([len(plan.tail) // TOKEN_BYTES], np.int32)
+                    runtime.copy_blocks(sequence, own, copy, used)
             self._gather_first(plan)
             ready = runtime.ready_to_publish(plan)
-        except BaseException:
-            if copy is not None:
-                control.give_back(copy, runtime.streams.moment(sequence))
-            raise
         publish(control.reuse, plan, ready, copy)
         if control.paths is not None:
             let_go_of_published(control, sequence, plan.claim.blocks, ready)
@@ -181,7 +178,7 @@ class Publishing(Beams):
         """In indirection mode what is published is beam 0's: the beams' common path moves there."""
         runtime, sequence = self._runtime, self._sequence
         stream, count = self.stream, plan.own.shape[1]
-        if runtime.control.paths is None or not count or stream is None:
+        if runtime.control.paths is None or not count or stream is None or self.beam_width == 1:
             return
         size, first = runtime.control.seqs.shape.tokens_per_block, plan.claim.blocks
         moves = plan_gathering(runtime.control, sequence, first * size, (first + count) * size)

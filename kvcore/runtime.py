@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -256,15 +256,11 @@ class Runtime:
     def _copy_loan(self, sequence: int, source: Int32) -> None:
         control = self.control
         target, after = control.take_block()
-        try:
-            self.streams.wait_for(sequence, after)
+        with self.given_back_on_failure(sequence, target, after):
             size = control.seqs.shape.tokens_per_block
             used = control.reuse.claims[sequence].committed % size
             self.copy_blocks(sequence, source, target, np.array([used], np.int32))
             ticket = self.streams.moment(sequence)
-        except BaseException:
-            control.give_back(target, self.streams.moment(sequence))
-            raise
         control.seqs.parked[sequence][0, :, -1:] = target
         for slots, page in zip(control.slots_of, source, strict=True):
             slots.release(page, ticket, distinct=True)
@@ -276,7 +272,6 @@ class Runtime:
         shared, blocks = shared_blocks(control, sequence)
         private = blocks - shared
         forks = seqs.create(count)
-        fresh: Int32 | None = None
         try:
             room = partial(control.make_room, count * private, "fork")
             if not self.retry(room, block):
@@ -284,14 +279,13 @@ class Runtime:
             fresh = take_private(control, count * private)
             stream = self.streams.of(sequence)
             after = [s.tickets(row) for s, row in zip(control.slots_of, fresh, strict=True)]
-            self.streams.wait_for(sequence, [t for t in after if t is not None])
-            own = seqs.page_rows(sequence)[0, :, shared:]
-            size, capacity = seqs.shape.tokens_per_block, int(seqs.capacity[sequence])
-            tokens = np.tile(written_tokens(shared, blocks, capacity, size), count)
-            self.copy_blocks(sequence, np.tile(own, count), fresh, tokens)
+            tickets = tuple(some for some in after if some is not None)
+            with self.given_back_on_failure(sequence, fresh, tickets):
+                own = seqs.page_rows(sequence)[0, :, shared:]
+                size, capacity = seqs.shape.tokens_per_block, int(seqs.capacity[sequence])
+                tokens = np.tile(written_tokens(shared, blocks, capacity, size), count)
+                self.copy_blocks(sequence, np.tile(own, count), fresh, tokens)
         except BaseException:
-            if fresh is not None:
-                control.give_back(fresh, self.streams.moment(sequence))
             for fork in forks:
                 seqs.destroy(fork)
             raise
@@ -302,6 +296,24 @@ class Runtime:
             if stream is not None:
                 self.streams.bind(fork, stream)
         return forks
+
+    @contextmanager
+    def given_back_on_failure(
+        self, sequence: int, taken: Int32, after: tuple[NDArray[np.int64], ...]
+    ) -> Iterator[None]:
+        """The sequence's stream waits for the tickets of slots that were taken, to write them.
+
+        If that or the block fails they are free again: untouched as long as nothing has waited.
+        """
+        waited = False
+        try:
+            self.streams.wait_for(sequence, after)
+            waited = True
+            yield
+        except BaseException:
+            ticket = self.streams.moment(sequence) if waited else None
+            self.control.give_back(taken, ticket)
+            raise
 
     def copy_blocks(self, sequence: int, src: Int32, dst: Int32, tokens: Int32) -> None:
         """Enqueues copies of pages `[layer groups, n]` on a sequence's stream.

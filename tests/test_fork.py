@@ -7,6 +7,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.host import HostDevice
+from kvcore.device.simulated import Gate
 from kvcore.testing import FaultError, check, fail_at
 from tests.helpers import opaque_manager, row, typed_manager, used
 
@@ -177,6 +178,55 @@ def test_a_fork_of_a_fork_and_a_suspended_one_hold_what_is_published():
     assert m.get_storage_statistics()[0].evictable == 3
     m.clear_reusable_blocks()
     assert used(m) == 0
+
+
+def test_a_fork_that_went_its_own_way_holds_nothing_that_another_publishes():
+    m = opaque_manager()
+    kv = begun(m, 8, 8)
+    (fork,) = kv.fork(1)
+    for cache in (kv, fork):
+        assert cache.resize(20, 20)
+    fork.commit([*A[:8], 1, 1, 1, 1])
+    kv.commit([*A[:8], 2, 2, 2, 2])
+    kv.commit([3, 3, 3, 3])
+    kv.commit([4, 4, 4, 4])
+    for cache in (fork, kv):
+        cache.close()
+        check(m)
+    other = begun(m, 0, 0)
+    assert other.resize(16 * 4)  # every page can be had
+
+
+def begin_to_fork(kv, found):
+    kv.fork(1)
+
+
+def begin_to_resume(kv, found):
+    found.resume(kv.stream)
+
+
+@pytest.mark.parametrize("begin", [begin_to_fork, begin_to_resume])
+def test_slots_that_nobody_waited_for_keep_their_last_use(begin):
+    """Who gets them after a failure has to wait for it as well."""
+    device = HostDevice(deferred=True, seed=3)
+    m = typed_manager(slots=8, layers=1, device=device)
+    kv = m.create_kv_cache()
+    assert kv.resume(device.create_stream())
+    assert kv.resize(6, 6)
+    kv.commit(A[:4])
+    found = m.create_kv_cache(input_tokens=[*A[:3], 1])
+    assert found.num_committed_tokens == 3
+    other, stream = m.create_kv_cache(), device.create_stream()
+    assert other.resume(stream)
+    assert other.resize(4 * m.get_storage_statistics()[0].free)
+    stream.wait(Gate())
+    other.close()
+    slots = m._runtime.control.slots[0]
+    before = slots.next_tickets(1).tolist()
+    with pytest.raises(FaultError), fail_at(m, "wait"):
+        begin(kv, found)
+    assert slots.next_tickets(1).tolist() == before
+    check(m)
 
 
 def test_forks_must_agree_on_the_tokens_of_the_pages_they_share():

@@ -45,6 +45,28 @@ def test_whatever_fails_in_a_step_leaves_host_and_device_together(what):
             return
 
 
+@pytest.mark.parametrize("beam_mode", ["fork", "indirection"])
+@pytest.mark.parametrize("number", range(1, 5))
+def test_a_step_that_fails_while_earlier_parents_are_on_their_way(beam_mode, number):
+    """The rows that the next prepare sends are those after the earlier steps."""
+    s = Search(17, (6, 5), (3, 2), beam_mode=beam_mode)
+    s.step([2, 0, 0, 1, 0])
+    assert s.m.advance(s.kvs, 1)
+    s.batch.prepare(s.kvs, 1)
+    parents = s.put(np.array([1, 1, 0, 1, 1], np.int32))
+    assert s.kvs[0]._sequence in s.m._runtime.parents
+    with fail_at(s.m, "launch", number) as fault:
+        try:
+            s.m.step_beams(s.batch, parents)
+        except FaultError:
+            assert fault.fired
+    s.m.advance(s.kvs, 0, history=[kv.capacity for kv in s.kvs])
+    s.batch.prepare(s.kvs, 1, start=[0, 0])
+    for kv in s.kvs:
+        kv.settle()
+    check(s.m, device=True)
+
+
 def test_a_row_that_becomes_read_only_does_not_stop_the_follower():
     s = Search(11, (6, 5), (2, 3))
     mine = np.zeros(8, np.int32)

@@ -116,15 +116,16 @@ def map_through_paths(
 ) -> tuple[Int32, Int32]:
     """Slot and offset of `counts[i]` positions from `starts[i]` on, for each beam of a sequence.
 
-    Ranges from the history on are for writing: they lie in each beam's own pages.
+    Ranges from the history on are for writing, see `Paths.own_from`.
     """
     seqs, paths = control.seqs, paths_of(control)
+    paths.end[sequences] = paths.own_from(sequences, starts, counts)
     slots, offsets = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for sequence, start, count in zip(sequences.tolist(), starts, counts, strict=True):
         positions = np.arange(start, start + count)
         width = seqs.width.item(sequence)
         beams: Index | Int32 = np.broadcast_to(np.arange(width)[:, None], (width, positions.size))
-        if width > 1 and start < seqs.history[sequence]:
+        if width > 1 and start < paths.end[sequence]:
             beams = paths.beams_at(sequence, positions)
         block, offset = np.divmod(positions, seqs.shape.tokens_per_block)
         slots.append(seqs.table[seqs.rows[sequence, beams], layer_group, block].reshape(-1))

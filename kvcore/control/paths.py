@@ -66,6 +66,17 @@ class Paths:
             if len(steps) >= MOST_STEPS:
                 self._take_over(sequence)
 
+    def own_from(self, sequences: Index, starts: Int32, counts: int | Int32) -> Int32:
+        """Where each sequence's `end` is for a step of `counts[i]` tokens from `starts[i]` on.
+
+        A step that starts at or after the history writes, into each beam's own pages: whatever
+        paths said about these positions was about tokens that were given up, or never written.
+        """
+        end = self.end[sequences]
+        writes = (starts >= self._seqs.history[sequences]) & (starts < end) & (counts > 0)
+        own: Int32 = np.where(writes, starts, end)
+        return own
+
     def of(self, sequence: int) -> Int32:
         """Who has the positions from `base` to `end`, `[beams, n]`. A copy."""
         self._take_over(sequence)

@@ -110,8 +110,8 @@ class ControlPlane:
         after = (slots.tickets(one) for slots, one in zip(self.slots_of, taken, strict=True))
         return taken, tuple(tickets for tickets in after if tickets is not None)
 
-    def give_back(self, pages: Int32, ticket: Ticket) -> None:
-        """Frees distinct slots `[layer groups, n]`, out of use after `ticket`."""
+    def give_back(self, pages: Int32, ticket: Ticket | None) -> None:
+        """Frees distinct slots `[layer groups, n]`, out of use after `ticket`. None: untouched."""
         for slots, taken in zip(self.slots_of, pages, strict=True):
             slots.release(taken, ticket, distinct=True)
 
@@ -232,6 +232,8 @@ class ControlPlane:
                 slots.release(held, ticket, distinct=len(parked) == 1)
         elif seqs.num_blocks[sequence]:
             self.shrink(np.array([sequence]), np.zeros(1, np.int32), ticket)
+        if self.paths is not None:
+            self.paths.begin(sequence, 0)
         self.reuse.let_go(sequence)
         self.stats.ended(sequence)
         seqs.destroy(sequence)

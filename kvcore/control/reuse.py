@@ -198,7 +198,7 @@ class PrefixReuse:
             reach = first + (int(same.argmin()) if not same.all() else same.size)
             claim = self.claims[other]
             before = max(claim.blocks, claim.held[1] if claim.held else 0)
-            if reach > before:
+            if reach > max(first, before):  # else they hold none of these
                 claim.held = node, reach
 
     def let_go(self, sequence: int) -> None:

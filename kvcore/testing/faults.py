@@ -167,8 +167,8 @@ def _guard_memory(undo: ExitStack, device: Any, runtime: Runtime | None, fault: 
     _shadow(undo, device, "reserve", lambda *args, **kwargs: guarded(reserve(*args, **kwargs)))
     if runtime is not None:
         memories = [memory for group in runtime.pools for memory in group]
-        if runtime.tables is not None:
-            memories.append(runtime.tables._memory)
+        twins = runtime.tables, runtime.path_tables
+        memories += [twin._memory for twin in twins if twin is not None]
         for memory in memories:
             guarded(memory)
 
