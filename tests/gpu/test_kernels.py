@@ -251,6 +251,7 @@ def test_captured_fingerprints_replay_with_new_keys(rig):
         others[:wrong] ^= 1
         for array, filled in ((keys, values), (mapping, places), (checked, others)):
             rig.device.from_host(filled, array, stream=rig.stream)
+        rig.stream.synchronize()  # the graph runs on a stream of its own
         graph.replay()
         found = rig.get(bad)
         assert (found[:wrong] > 0).all()
