@@ -208,11 +208,10 @@ class Batch(BeamBatch):
             sources: list[Array] = list(buffers.values())
             self._runtime.device.append(usual.stack, usual.mapping, sources, stream=on)
             return
-        one = not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(buffers))
         sizes = self.num_tokens, self.max_tokens
         sources = [
-            as_operand(self._runtime, role, array, stack, one, sizes)
+            as_operand(self._runtime, role, array, stack, layers, sizes, on)
             for role, array in buffers.items()
         ]
         mapping = self._mapping_of(group, sources)
@@ -250,7 +249,7 @@ class Batch(BeamBatch):
         For whole sequences prepare with `start=0` and `num_tokens=length`.
         """
         runtime = self._runtime
-        on, one = self._on(stream), not isinstance(layers, Sequence)
+        on = self._on(stream)
         stack, group = self._stack(layers, tuple(roles))
         if out is None:
             out = [new_operand(runtime, stack, layers, role, self.num_tokens, on) for role in roles]
@@ -258,7 +257,7 @@ class Batch(BeamBatch):
             raise wrong("out", f"{len(roles)} arrays, one per role", len(out))
         sizes = self.num_tokens, self.max_tokens
         targets = [
-            as_operand(runtime, role, array, stack, one, sizes)
+            as_operand(runtime, role, array, stack, layers, sizes, on, writable=True)
             for role, array in zip(roles, out, strict=True)
         ]
         mapping = self._mapping_of(group, targets)

@@ -91,12 +91,24 @@ class Device(BeamOperations):
         """
 
     @abstractmethod
-    def as_array(self, values: object) -> Array:
-        """A view of a foreign array on this device, without a copy.
+    def as_array(
+        self,
+        values: object,
+        *,
+        stream: Stream | None = None,
+        dtype: str | None = None,
+        writable: bool = False,
+    ) -> Array:
+        """A view of a foreign array on this device, without a copy, whatever its strides.
 
-        Takes the device's own arrays as they are, and anything with the array interface (CUDA array
-        interface on CUDA) or DLPack. Raises `TypeError` for anything else or for another device's
-        memory.
+        Takes the device's own arrays as they are, and anything with DLPack, the array interface
+        (CUDA's on CUDA) or, on the host, a buffer. Of types that NumPy lacks (bfloat16, float8,
+        float4) the bits come, as unsigned integers, as they stand in pages; `dtype` names the one
+        that such values must be. With `stream` later work on it comes after the work that the
+        producer has enqueued on the array, unless `stream` is being captured; without, and for the
+        device's own arrays, the caller sees to that. Raises `TypeError` for anything else, for
+        another device's memory, for another type than `dtype`, and where `writable` is asked of a
+        read-only array.
         """
 
     @abstractmethod

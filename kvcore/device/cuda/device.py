@@ -38,7 +38,7 @@ from kvcore.device.cuda.blocks import (
     view,
 )
 from kvcore.device.cuda.driver import context_of, current_device
-from kvcore.device.cuda.foreign import as_array
+from kvcore.device.cuda.foreign import ForeignArrays
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
 from kvcore.device.cuda.launch import Launch
 from kvcore.device.cuda.lists import SentLists
@@ -67,7 +67,7 @@ FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
 """Sources that are compiled when they are first used."""
 
 
-class CudaDevice(CudaBeams, Device):
+class CudaDevice(CudaBeams, ForeignArrays, Device):
     """One GPU: pools in CUDA virtual memory, arrays of CuPy, work on the callers' streams.
 
     Nothing here has a default stream, and the caller's current device stays what it was. Several
@@ -180,9 +180,6 @@ class CudaDevice(CudaBeams, Device):
         else:
             block = blocks.take(nbytes)
         return view(block.pointer, nbytes, block, self.index, shape, dtype)
-
-    def as_array(self, values: object) -> Array:
-        return as_array(values, self.index)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         self.graveyard.drain()
