@@ -320,6 +320,9 @@ class Batch(BeamBatch):
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams
+        if runtime.leases.idle:
+            with runtime.lock:
+                runtime.leases.take_back()
         if step.changes == seqs.changes and step.loans == streams.changes and on is step.last:
             return on
         with runtime.lock:

@@ -25,6 +25,7 @@ from kvcore.device.fences import Fences
 from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, OutOfPagesError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
+from kvcore.lease_book import LeaseBook
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -77,6 +78,7 @@ class Runtime:
         )
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
+        self.leases = LeaseBook(self)
         self.pins: dict[Pin, None] = {}  # in the order of their creation
         self.parents = PendingParents(self)
         self.tails = Tails(self)
@@ -91,6 +93,8 @@ class Runtime:
             raise StateError("the manager was shut down; create a new one")
         self.refuse_reentry()
         self.handles.forget_batch()
+        if self.leases.idle:
+            self.leases.take_back()
         if self.parents:
             self.parents.take_arrived()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
@@ -111,6 +115,8 @@ class Runtime:
         """The door of calls on a batch: the sequence numbers of its distinct active handles."""
         if self.parents:
             self.parents.take_arrived()
+        if self.leases.idle:
+            self.leases.take_back()
         sequences = self.handles.remembered(kv_caches)
         if sequences is None or len(self.control.seqs.dirty) > MOST_CHANGES:
             self.enter()

@@ -64,7 +64,9 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     return environment(folder)
 
 
-@pytest.mark.parametrize("suite", ["battery", "beams", "memory", "streams", "walks", "work"])
+@pytest.mark.parametrize(
+    "suite", ["battery", "beams", "interop", "memory", "streams", "walks", "work"]
+)
 def test_on_the_fake_driver(emulated, suite):
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     command.append(str(HERE / "emulated" / f"{suite}.py"))

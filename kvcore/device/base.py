@@ -33,6 +33,8 @@ from kvcore.device.parts import Int64 as Int64
 from kvcore.device.parts import Memory as Memory
 from kvcore.device.parts import PageStack as PageStack
 from kvcore.device.parts import Stream as Stream
+from kvcore.dlpack.structs import CPU
+from kvcore.dlpack.view import ArrayView
 from kvcore.layout import PageGeometry as PageGeometry
 
 
@@ -110,6 +112,26 @@ class Device(BeamOperations):
         another device's memory, for another type than `dtype`, and where `writable` is asked of a
         read-only array.
         """
+
+    @abstractmethod
+    def view(self, view: ArrayView) -> Array:
+        """The array of this device that a view of its memory describes, bits as in `as_array`."""
+
+    @abstractmethod
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        """The inverse of `view`: where an array of this device lies.
+
+        `dtype` says what its bits are, where NumPy lacks that type.
+        """
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """Kind and number of the device in DLPack's terms."""
+        return CPU, 0
+
+    @abstractmethod
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        """Copies between device arrays of equal shape and dtype, whatever their strides."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:

@@ -104,6 +104,16 @@ def check_foreign(name: str, dtype: str | None, may_write: bool) -> None:
         raise TypeError("values: expected a writable array, got a read-only one")
 
 
+def check_copy(source: Any, target: Any, kind: type[Any]) -> None:
+    """Checks the arguments of `copy`."""
+    for name, array in (("source", source), ("target", target)):
+        if not isinstance(array, kind):
+            raise wrong_type(name, f"a {kind.__name__} of this device", array)
+    if target.shape != source.shape or target.dtype != source.dtype:
+        text = f"{source.dtype} {source.shape}, as the source"
+        raise wrong("target", text, f"{target.dtype} {target.shape}")
+
+
 def check_fetch(array: Array, target: Any, kind: type[Any]) -> None:
     """Checks the arguments of `fetch`."""
     check_array("array", array, kind, array.dtype, array.shape)

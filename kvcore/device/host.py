@@ -18,6 +18,7 @@ from kvcore.device.checks import (
     INT32,
     INT64,
     check_array,
+    check_copy,
     check_fetch,
     check_foreign,
     check_ids,
@@ -37,6 +38,7 @@ from kvcore.device.hostmemory import (
 from kvcore.device.simulated import SimulatedStream, Simulator
 from kvcore.dlpack.importer import from_buffer, from_dlpack
 from kvcore.dlpack.structs import HOST_KINDS
+from kvcore.dlpack.view import ArrayView, view_of
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import align_up
 
@@ -148,6 +150,16 @@ class HostDevice(HostBeams, Device):
             array, name = _taken(values)
         check_foreign(name, dtype, array.flags.writeable or not writable)
         return array
+
+    def view(self, view: ArrayView) -> Array:
+        return view.numpy()
+
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        return view_of(array, dtype)
+
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        check_copy(source, target, np.ndarray)
+        self._submit(stream, "copy", np.copyto, target, source)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         whole = np.empty(nbytes + ALIGNMENT, np.uint8)

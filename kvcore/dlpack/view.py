@@ -49,6 +49,12 @@ class ArrayView:
         return prod(self.shape)
 
     @property
+    def end(self) -> int:
+        """One past the last byte of any element, where no stride is negative."""
+        spans = ((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return self.address + -(-(sum(spans) + 1) * CODES[self.dtype].bits // 8) * bool(self.size)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie row after row without gaps."""
         dense = zip(self.shape, self.strides, contiguous(self.shape), strict=True)
@@ -65,6 +71,10 @@ class ArrayView:
             found.append(stride if size > 1 else step)
             step = found[-1] * max(size, 1)
         return tuple(reversed(found))
+
+    def read_only(self) -> ArrayView:
+        """The same for reading."""
+        return replace(self, readonly=True)
 
     def bits(self) -> ArrayView:
         """The same bytes as unsigned integers of the same size; pairs of `float4_e2m1fn` as uint8.

@@ -156,7 +156,7 @@ def _guard_memory(undo: ExitStack, device: Any, runtime: Runtime | None, fault: 
     if runtime is not None:
         memories = [memory for group in runtime.pools for memory in group]
         if runtime.tables is not None:
-            memories.append(runtime.tables._memory)
+            memories.append(runtime.tables.memory)
         for memory in memories:
             guarded(memory)
 

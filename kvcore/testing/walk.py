@@ -274,7 +274,7 @@ class Walk(ReuseActions, StepActions):
         same("slots free at the end", [(total, total) for _, total in free], free)
         runtime = self.manager._runtime
         memories = [memory for pools in runtime.pools for memory in pools]
-        memories += [] if runtime.tables is None else [runtime.tables._memory]
+        memories += [] if runtime.tables is None else [runtime.tables.memory]
         self.manager.shutdown()
         same("bytes held after shutdown", [0] * len(memories), [m.nbytes for m in memories])
 

@@ -8,13 +8,16 @@ import cupy
 import numpy as np
 
 from kvcore.device.base import Array, Stream
-from kvcore.device.checks import check_foreign, described
+from kvcore.device.checks import check_copy, check_foreign, described
 from kvcore.device.cuda.streams import CudaStream, as_own
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
 from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
-from kvcore.dlpack.view import ArrayView
+from kvcore.dlpack.view import ArrayView, typed
 from kvcore.errors import wrong_type
+
+if TYPE_CHECKING:
+    from kvcore.device.cuda.words import WordWork
 
 EXPECTED: Final = "an array in this GPU's memory (CuPy, DLPack or CUDA array interface)"
 NO_ORDER: Final = -1
@@ -24,13 +27,19 @@ LEGACY: Final = 1
 
 
 class ForeignArrays:
-    """The part of a `CudaDevice` that takes arrays of others."""
+    """The part of a `CudaDevice` that takes arrays of others, and copies arrays."""
 
     index: int
+    _words: WordWork
 
     if TYPE_CHECKING:
 
         def stream(self, stream: object) -> Stream: ...
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """Kind and number of the device in DLPack's terms."""
+        return CUDA, self.index
 
     def as_array(
         self,
@@ -47,24 +56,61 @@ class ForeignArrays:
             return values
         on = None if stream is None else as_own(stream)
         capturing = on is not None and on.is_capturing()
-        view = self._view(values, None if capturing else on, NO_ORDER if capturing else None)
-        check_foreign(view.dtype, dtype, not (writable and view.readonly))
-        return cupy_view(view, self.index)
+        taken = self._taken(values, None if capturing else on, NO_ORDER if capturing else None)
+        check_foreign(taken.dtype, dtype, not (writable and taken.readonly))
+        return self.view(taken)
 
-    def _view(self, values: object, stream: CudaStream | None, otherwise: int | None) -> ArrayView:
+    def view(self, view: ArrayView) -> Array:
+        """See `kvcore.device.base.Device`."""
+        if view.dtype in UNKNOWN_TO_NUMPY:
+            view = view.bits()
+        dtype, size = np.dtype(view.dtype), CODES[view.dtype].bits // 8
+        spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
+        low = sum(span for span in spans if span < 0) * size if view.size else 0
+        nbytes = (sum(map(abs, spans)) + 1) * size if view.size else 0
+        memory = cupy.cuda.UnownedMemory(view.address + low, nbytes, view.owner, self.index)
+        start = cupy.cuda.MemoryPointer(memory, -low)
+        strides = tuple(step * size for step in view.strides)
+        return cupy.ndarray(view.shape, dtype, start, strides=strides)
+
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        """See `kvcore.device.base.Device`."""
+        view = ArrayView(
+            address=array.data.ptr,
+            shape=array.shape,
+            strides=tuple(step // array.itemsize for step in array.strides),
+            dtype=array.dtype.name,
+            device=self.dlpack_device,
+            owner=array,
+        )
+        return view if dtype is None else typed(view, dtype)
+
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        """See `kvcore.device.base.Device`."""
+        check_copy(source, target, cupy.ndarray)
+        self._words.copy(source, target, as_own(stream))
+
+    def _taken(
+        self,
+        values: object,
+        stream: CudaStream | None,
+        otherwise: int | None,
+    ) -> ArrayView:
         """The array in `values`; `stream` waits, on the device, for what its producer enqueued.
 
         Without one, a producer that speaks DLPack is told `otherwise`.
         """
         shares = _shares_on(values, self.index)
-        interface = None if shares and stream is not None else _interface_of(values)
-        if not shares and (interface is None or shares is None):
+        interface = None
+        if shares is not None and not (shares and stream is not None):
+            interface = _interface_of(values)
+        if not shares and interface is None:
             raise _elsewhere(values, self.index)
         try:
             if interface is None:
                 handle = otherwise if stream is None else stream.handle or LEGACY
                 return from_dlpack(values, handle)
-            view, producer = from_interface(interface, values, (CUDA, self.index))
+            view, producer = from_interface(interface, values, self.dlpack_device)
         except (BufferError, RuntimeError, ValueError) as error:
             raise wrong_type("values", EXPECTED, described(values), str(error)) from error
         if producer is not None and stream is not None:
@@ -79,20 +125,6 @@ def _shares_on(values: Any, device_id: int) -> bool | None:
     kind, index = values.__dlpack_device__()
     here = int(kind) == CUDA_MANAGED or (int(kind) == CUDA and int(index) == device_id)
     return True if here else None
-
-
-def cupy_view(view: ArrayView, device_id: int) -> Array:
-    """A CuPy array of the same memory; of the bits, for types that CuPy lacks."""
-    if view.dtype in UNKNOWN_TO_NUMPY:
-        view = view.bits()
-    dtype, size = np.dtype(view.dtype), CODES[view.dtype].bits // 8
-    spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
-    low = sum(span for span in spans if span < 0) * size if view.size else 0
-    nbytes = (sum(map(abs, spans)) + 1) * size if view.size else 0
-    memory = cupy.cuda.UnownedMemory(view.address + low, nbytes, view.owner, device_id)
-    start = cupy.cuda.MemoryPointer(memory, -low)
-    strides = tuple(step * size for step in view.strides)
-    return cupy.ndarray(view.shape, dtype, start, strides=strides)
 
 
 def _interface_of(values: object) -> dict[str, Any] | None:
