@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvcore.errors import LeaseInUse, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from kvcore.device.base import Memory, Stream
+    from kvcore.page_views import Leasable
     from kvcore.runtime import Runtime
+
+
+MOST_PARTS: Final = 1024
+"""Parts of memory that are remembered, with what makes their capsules."""
 
 
 class LeaseEntry:
@@ -99,6 +104,7 @@ class LeaseBook:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._count = 0
+        self._parts: dict[Hashable, Leasable] = {}
         self.idle: deque[LeaseEntry] = deque()
         """Entries that nobody uses just now, whose pages are not yet handed back."""
 
@@ -109,6 +115,20 @@ class LeaseBook:
         """An entry on the first `end` bytes of a memory."""
         self._count += 1
         return LeaseEntry(f"lease {self._count} of {name}", memory, end, self.idle)
+
+    def known_part(self, key: Hashable) -> Leasable | None:
+        """What was leased before under the same arguments."""
+        try:
+            return self._parts.get(key)
+        except TypeError:  # not hashable: checking the arguments says what is wrong
+            return None
+
+    def remember(self, key: Hashable, part: Leasable) -> Leasable:
+        """Keeps what was found for `key`; of parts of any kind, a few."""
+        if len(self._parts) >= MOST_PARTS:
+            self._parts.clear()
+        self._parts[key] = part
+        return part
 
     def hand_over(self, entry: LeaseEntry, stream: Stream) -> None:
         """Later work of `stream` comes after all that was enqueued on pages and tables so far."""

@@ -16,6 +16,7 @@ from kvcore.errors import wrong, wrong_type
 
 if TYPE_CHECKING:
     from kvcore.device.base import Stream
+    from kvcore.dlpack.patterns import Pattern
     from kvcore.lease_book import LeaseEntry
     from kvcore.runtime import Runtime
 
@@ -33,8 +34,14 @@ class LeasedArray(Exporter):
     dropped, too, before the memory can go.
     """
 
-    def __init__(self, runtime: Runtime, entry: LeaseEntry, view: ArrayView) -> None:
-        super().__init__(view)
+    def __init__(
+        self,
+        runtime: Runtime,
+        entry: LeaseEntry,
+        view: ArrayView,
+        patterns: dict[tuple[Any, Any], Pattern] | None = None,
+    ) -> None:
+        super().__init__(view, patterns)
         self._runtime, self._entry = runtime, entry
 
     def bits(self) -> LeasedArray:

@@ -52,9 +52,9 @@ class Lease(LeasedArray):
     >>> manager.shutdown()
     """
 
-    def __init__(self, runtime: Runtime, part: Leasable, *, readonly: bool) -> None:
+    def __init__(self, runtime: Runtime, part: Leasable) -> None:
         entry = runtime.leases.new(part.name, part.memory, part.end)
-        super().__init__(runtime, entry, part.view.read_only() if readonly else part.view)
+        super().__init__(runtime, entry, part.view, part.patterns)
         entry.follow(self)
 
     def __repr__(self) -> str:
@@ -218,16 +218,31 @@ class LeaseCalls:
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            if layer_group is None:
-                if layer is None or role is None:
-                    raise wrong("layer, role", "a buffer, or layer_group=", (layer, role))
-                part = buffer_view(runtime, layer, role, pages)
-            elif layer is None and role is None and pages is None:
-                part = pool_view(runtime, layer_group, pool)
-            else:
-                text = "no layer, role or pages with layer_group"
-                raise wrong("layer_group", text, (layer, role, pages))
-            return self._leased(part, stream, readonly)
+            slots = tuple(table.capacity for table in runtime.control.slots)
+            key = layer, role, layer_group, pool, pages, bool(readonly), slots
+            part = runtime.leases.known_part(key)
+            if part is None:
+                part = self._part(layer, role, layer_group, pool, pages)
+                part = runtime.leases.remember(key, part.read_only() if readonly else part)
+            return self._leased(part, stream)
+
+    def _part(
+        self,
+        layer: int | None,
+        role: str | None,
+        layer_group: int | None,
+        pool: int,
+        pages: range | None,
+    ) -> Leasable:
+        """What the arguments of `lease` name."""
+        if layer_group is None:
+            if layer is None or role is None:
+                raise wrong("layer, role", "a buffer, or layer_group=", (layer, role))
+            return buffer_view(self._runtime, layer, role, pages)
+        if layer is None and role is None and pages is None:
+            return pool_view(self._runtime, layer_group, pool)
+        text = "no layer, role or pages with layer_group"
+        raise wrong("layer_group", text, (layer, role, pages))
 
     def lease_page_table(self, layer_group: int = 0, *, stream: object = None) -> Lease:
         """The device's page table of a layer group as a read-only array, int32 `[rows, blocks]`.
@@ -239,12 +254,12 @@ class LeaseCalls:
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            return self._leased(table_view(runtime, layer_group), stream, readonly=True)
+            return self._leased(table_view(runtime, layer_group), stream)
 
-    def _leased(self, part: Leasable, stream: object, readonly: bool) -> Lease:
+    def _leased(self, part: Leasable, stream: object) -> Lease:
         runtime = self._runtime
         on = None if stream is None else runtime.device.stream(stream)
-        lease = Lease(runtime, part, readonly=readonly)
+        lease = Lease(runtime, part)
         if on is not None:
             runtime.leases.hand_over(lease._entry, on)
         return lease

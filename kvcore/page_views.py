@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore.checks import as_int
 from kvcore.dlpack.view import ArrayView, contiguous
@@ -12,6 +12,7 @@ from kvcore.layout import BufferPlace, page_geometry
 
 if TYPE_CHECKING:
     from kvcore.device.base import Memory
+    from kvcore.dlpack.patterns import Pattern
     from kvcore.runtime import Runtime
 
 
@@ -23,6 +24,12 @@ class Leasable(NamedTuple):
     end: int
     """Bytes from the base of the memory to the end of the view."""
     name: str
+    patterns: dict[tuple[Any, Any], Pattern]
+    """Of its capsules, made when they are first needed."""
+
+    def read_only(self) -> Leasable:
+        """The same for reading."""
+        return self._replace(view=self.view.read_only(), patterns={})
 
 
 def buffer_view(runtime: Runtime, layer: int, role: str, pages: range | None) -> Leasable:
@@ -87,7 +94,7 @@ def table_view(runtime: Runtime, layer_group: int) -> Leasable:
     strides = groups * blocks, 1
     name = f"page table of layer group {layer_group}"
     found = _leasable(runtime, memory, address, (rows, blocks), strides, "int32", name)
-    return found._replace(view=found.view.read_only())
+    return found.read_only()
 
 
 def block_shape(place: BufferPlace, tokens_per_block: int) -> tuple[int, ...]:
@@ -150,4 +157,4 @@ def _leasable(
         device=runtime.device.dlpack_device,
         owner=memory,
     )
-    return Leasable(view, memory, view.end - memory.base, name)
+    return Leasable(view, memory, view.end - memory.base, name, {})

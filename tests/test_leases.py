@@ -363,7 +363,7 @@ def test_kvcore_takes_its_own_leases():
 def test_many_leases_leave_nothing():
     m = typed_manager()
     for take in TAKE.values():
-        take(m.lease(0, "key"))
+        take(m.lease(0, "key")), take(m.lease(0, "value"))
     gc.collect()
     memory = m._runtime.pools[0][0]
     before = sys.getrefcount(memory), sys.getallocatedblocks()

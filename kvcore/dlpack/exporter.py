@@ -30,6 +30,8 @@ class Exporter:
     ----------
     view : ArrayView
         What is given.
+    patterns : dict, optional
+        Of its capsules: shared by exporters of the same view.
 
     Examples
     --------
@@ -39,9 +41,11 @@ class Exporter:
     [3, 4, 5]
     """
 
-    def __init__(self, view: ArrayView) -> None:
+    def __init__(
+        self, view: ArrayView, patterns: dict[tuple[Any, Any], Pattern] | None = None
+    ) -> None:
         self._view = view
-        self._patterns: dict[tuple[Any, Any], Pattern] = {}
+        self._patterns = {} if patterns is None else patterns
 
     @property
     def view(self) -> ArrayView:
