@@ -288,11 +288,12 @@ class Batch(BeamBatch):
             shape = (self.num_rows, num_blocks)
             if out is None:
                 out = runtime.device.empty(shape, np.int32, stream=on)
-            elif tuple(out.shape) != shape or out.dtype != np.int32:
-                raise wrong("out", f"int32 {shape}", f"{out.dtype} {tuple(out.shape)}")
+            target = runtime.device.as_array(out, stream=on, writable=True)
+            if target.shape != shape or target.dtype != np.int32:
+                raise wrong("out", f"int32 {shape}", f"{target.dtype} {target.shape}")
             tables = runtime.device_tables()
             rows = self._parts[ROWS][: self.num_rows]
-            runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
+            runtime.device.take_rows(tables.by_group[layer_group], rows, target, stream=on)
             return out
 
     def _remember(

@@ -119,8 +119,24 @@ class Exporter:
         try:
             known = self._patterns[max_version, dl_device]
         except (KeyError, TypeError):
-            known = self._shared(_checked_version(max_version), self._asked(dl_device))
+            version = _checked_version(max_version)
+            known = self._shared(version, version, self._asked(dl_device))
             self._patterns[max_version, dl_device] = known
+        return self._given(known, stream)
+
+    def old_capsule(self, *, stream: int | None = None) -> Any:
+        """A capsule from before version 1 with all element types.
+
+        For consumers that take such capsules only, and are known to know newer types: JAX has
+        float8 there. Parameters and errors as those of `__dlpack__`.
+        """
+        known = self._patterns.get((OLD, VERSION))
+        if known is None:
+            known = self._shared(OLD, VERSION, self._view.device)
+            self._patterns[OLD, VERSION] = known
+        return self._given(known, stream)
+
+    def _given(self, known: Pattern, stream: int | None) -> Any:
         self._hand_over(stream)
         release = self._hold()
         try:
@@ -130,10 +146,13 @@ class Exporter:
                 release()
             raise
 
-    def _shared(self, version: Version, asked: Device) -> Pattern:
-        """How to share the view with consumers of a version that ask for a device."""
+    def _shared(self, version: Version, codes: Version, asked: Device) -> Pattern:
+        """How to share the view with consumers that take structures of `version` on a device.
+
+        They know the element types of the version `codes`.
+        """
         view = self._view
-        self._check_type(version)
+        self._check_type(codes)
         if asked != view.device:
             if asked != (CPU, 0) or view.device[0] not in HOST_KINDS:
                 text = f"memory of device {view.device} cannot be shared as {asked}"
