@@ -27,6 +27,7 @@ from kvcore.errors import (
     DriverError,
     InternalError,
     KVCoreError,
+    LeaseInUse,
     OutOfMemoryError,
     OutOfPagesError,
     StateError,
@@ -38,6 +39,7 @@ from kvcore.ids import CacheTier, PageIndexMode, Status
 from kvcore.keys import sequence_to_blockchain_keys
 from kvcore.kv_cache import KVCache
 from kvcore.layout import PageIndexConverter
+from kvcore.leases import Lease
 from kvcore.manager import KVCacheManager
 from kvcore.pins import Pin
 from kvcore.pools import AggregatedPageDesc, PoolGroupDesc, StorageStatistics
@@ -74,6 +76,8 @@ __all__ = [
     "KVCacheStats",
     "KVCoreError",
     "KeyMatch",
+    "Lease",
+    "LeaseInUse",
     "MissReason",
     "OutOfMemoryError",
     "OutOfPagesError",

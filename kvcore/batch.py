@@ -225,11 +225,10 @@ class Batch(BeamBatch, Formats):
             sources: list[Array] = list(buffers.values())
             self._runtime.device.append(usual.stack, usual.mapping, sources, stream=on)
             return
-        one = not isinstance(layers, Sequence)
         stack, group = self._stack(layers, tuple(buffers))
         sizes = self.num_tokens, self.max_tokens
         sources = [
-            as_operand(self._runtime, role, array, stack, one, sizes)
+            as_operand(self._runtime, role, array, stack, layers, sizes, on)
             for role, array in buffers.items()
         ]
         mapping = self._mapping_of(group, sources)
@@ -267,7 +266,7 @@ class Batch(BeamBatch, Formats):
         For whole sequences prepare with `start=0` and `num_tokens=length`.
         """
         runtime = self._runtime
-        on, one = self._on(stream), not isinstance(layers, Sequence)
+        on = self._on(stream)
         stack, group = self._stack(layers, tuple(roles))
         if out is None:
             out = [new_operand(runtime, stack, layers, role, self.num_tokens, on) for role in roles]
@@ -275,7 +274,7 @@ class Batch(BeamBatch, Formats):
             raise wrong("out", f"{len(roles)} arrays, one per role", len(out))
         sizes = self.num_tokens, self.max_tokens
         targets = [
-            as_operand(runtime, role, array, stack, one, sizes)
+            as_operand(runtime, role, array, stack, layers, sizes, on, writable=True)
             for role, array in zip(roles, out, strict=True)
         ]
         mapping = self._mapping_of(group, targets)
@@ -307,11 +306,12 @@ class Batch(BeamBatch, Formats):
             shape = (self.num_rows, num_blocks)
             if out is None:
                 out = runtime.device.empty(shape, np.int32, stream=on)
-            elif tuple(out.shape) != shape or out.dtype != np.int32:
-                raise wrong("out", f"int32 {shape}", f"{out.dtype} {tuple(out.shape)}")
+            target = runtime.device.as_array(out, stream=on, writable=True)
+            if target.shape != shape or target.dtype != np.int32:
+                raise wrong("out", f"int32 {shape}", f"{target.dtype} {target.shape}")
             tables = runtime.device_tables()
             rows = self._parts[ROWS][: self.num_rows]
-            runtime.device.take_rows(tables.by_group[layer_group], rows, out, stream=on)
+            runtime.device.take_rows(tables.by_group[layer_group], rows, target, stream=on)
             return out
 
     def _remember(
@@ -342,6 +342,9 @@ class Batch(BeamBatch, Formats):
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams
+        if runtime.leases.idle:
+            with runtime.lock:
+                runtime.leases.take_back()
         if step.changes == seqs.changes and step.loans == streams.changes and on is step.last:
             return on
         with runtime.lock:

@@ -36,7 +36,7 @@ class BeamBatch:
         """See `KVCacheManager.step_beams`, which holds the lock."""
         runtime = self._runtime
         beams, on = self._with_beams(), self._on(stream)
-        array = self._checked_parents(parents)
+        array = self._checked_parents(parents, on)
         if runtime.device.is_capturing(on):
             beams.enqueue(array, on)
             return
@@ -107,7 +107,8 @@ class BeamBatch:
         runtime = self._runtime
         with runtime.lock:
             if parents is not None:
-                on, array = self._on(stream), self._checked_parents(parents)
+                on = self._on(stream)
+                array = self._checked_parents(parents, on)
                 buffer = runtime.parents.lease(array.shape[0])
                 with self._with_beams().restored_on_failure(self._step):
                     runtime.device_tables().seal(on)
@@ -121,8 +122,8 @@ class BeamBatch:
             raise StateError("step_beams: the manager was made with max_beam_width=1")
         return self._beams
 
-    def _checked_parents(self, parents: Any) -> Array:
-        array = self._runtime.device.as_array(parents)
+    def _checked_parents(self, parents: Any, on: Stream) -> Array:
+        array = self._runtime.device.as_array(parents, stream=on)
         fits = array.ndim == 1 and array.shape[0] in (self.num_rows, self.max_rows)
         if not fits or array.dtype != np.int32:
             raise wrong("parents", f"int32 [{self.num_rows}]", f"{array.dtype} {array.shape}")

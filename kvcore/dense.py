@@ -36,7 +36,7 @@ def permute_dense(
         `[rows, ...]` on the device, usually `[batch * beams, heads, tokens, dim]` for the keys and
         values of each layer: NumPy arrays on the host; on CUDA CuPy arrays or anything with the
         CUDA array interface or DLPack. Rows must be contiguous each; arrays must not overlap.
-        Items may be of any kind: view those that NumPy does not have, as bfloat16, as integers.
+        Items may be of any kind.
     parents : array
         int32 `[rows]` on the device, beams counted within each request. Any number of rows may
         have the same parent. An entry that is no beam of the request means the row itself.
@@ -76,12 +76,13 @@ def permute_dense(
 
     if not isinstance(device, Device):
         raise wrong_type("device", "an open Device", device, "see kvcore.device.open_device")
+    on = device.stream(stream)
     device.permute_rows(
-        [device.as_array(array) for array in arrays],
-        device.as_array(parents),
+        [device.as_array(array, stream=on, writable=True) for array in arrays],
+        device.as_array(parents, stream=on),
         width=width,
-        starts=None if starts is None else device.as_array(starts),
-        tokens=None if tokens is None else device.as_array(tokens),
+        starts=None if starts is None else device.as_array(starts, stream=on),
+        tokens=None if tokens is None else device.as_array(tokens, stream=on),
         token_axis=token_axis,
-        stream=device.stream(stream),
+        stream=on,
     )

@@ -51,6 +51,10 @@ class ParentsPending(StateError):  # noqa: N818 - a state, as asyncio names its 
     """
 
 
+class LeaseInUse(StateError):  # noqa: N818 - a state, as asyncio names its own
+    """Memory can't be given up: somebody still holds an array of it, or a lease is open."""
+
+
 class DriverError(KVCoreError, RuntimeError):
     """A CUDA call failed.
 

@@ -18,6 +18,7 @@ from kvcore.device import open_device
 from kvcore.errors import wrong, wrong_type
 from kvcore.event_stream import StreamingEventSink
 from kvcore.kv_cache import KVCache
+from kvcore.leases import LeaseCalls
 from kvcore.lifecycle import Lifecycle
 from kvcore.pools import PoolQueries
 from kvcore.prefix import PrefixCalls, end_pins, refuse_while_open
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Int32 = NDArray[np.int32]
 
 
-class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
+class KVCacheManager(Lifecycle, PrefixCalls, LeaseCalls, PoolQueries):
     """Paged KV-cache memory on one device, and the sequences that use it.
 
     Parameters
@@ -111,7 +112,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None or not self._runtime.handles:
+        if kind is None or not (self._runtime.handles or self._runtime.leases):
             self.shutdown()
 
     # -- batches -----------------------------------------------------------------------------------
@@ -345,7 +346,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
     def shutdown(self) -> None:
         """Gives all memory back. Idempotent. BLOCKS until the device is idle.
 
-        Raises `StateError` while caches are open.
+        Raises `StateError`, with nothing changed, while caches are open, and `LeaseInUse` while
+        memory is leased.
         """
         runtime = self._runtime
         with runtime.lock:
@@ -353,6 +355,7 @@ class KVCacheManager(Lifecycle, PrefixCalls, PoolQueries):
                 return
             runtime.enter()
             refuse_while_open(runtime, "shutdown")
+            runtime.leases.refuse("shutdown")
             end_pins(runtime)
             try:
                 runtime.close()

@@ -14,13 +14,24 @@ if TYPE_CHECKING:
 
 
 def as_operand(
-    runtime: Runtime, role: str, values: Any, stack: PageStack, one: bool, sizes: tuple[int, int]
+    runtime: Runtime,
+    role: str,
+    values: Any,
+    stack: PageStack,
+    layers: int | Sequence[int],
+    sizes: tuple[int, int],
+    stream: Stream,
+    writable: bool = False,
 ) -> Array:
-    """`values` as `[L, N, H, D]` on the device; `one` layer's array has no L.
+    """`values` as `[L, N, H, D]` on the device; the array of one layer has no L.
 
-    N is one of `sizes`: the tokens of the step, or the most a batch takes.
+    N is one of `sizes`: the tokens of the step, or the most a batch takes. What a foreign array's
+    producer has enqueued comes before later work of `stream`.
     """
-    array = runtime.device.as_array(values)
+    one = not isinstance(layers, Sequence)
+    first = layers[0] if isinstance(layers, Sequence) else layers
+    declared = runtime.layout.place(first, role).buffer.dtype
+    array = runtime.device.as_array(values, stream=stream, dtype=declared, writable=writable)
     geometry, given = stack.geometry, array.shape
     tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
     if array.ndim == (2 if one else 3) and geometry.heads == 1:

@@ -14,8 +14,9 @@ from kvcore.control.sizing import max_seq_len_that_fits
 from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import LayerGroupId, LayerId, PageIndexMode, PoolGroupId
-from kvcore.layer_config import array_type
-from kvcore.layout import BufferPlace, PageIndexConverter, aggregate, page_geometry
+from kvcore.layer_config import array_type, itemsize_bits
+from kvcore.layout import PageIndexConverter, aggregate
+from kvcore.page_views import block_shape
 
 if TYPE_CHECKING:
     from kvcore.kv_cache import KVCache
@@ -266,7 +267,7 @@ class PoolQueries:
         Notes
         -----
         A view: nothing is copied or enqueued. Whoever uses it orders that by the stream of the
-        sequence that owns the page. It must not be used after `shutdown`.
+        sequence that owns the page. It must not be used after `shutdown`; `lease` sees to both.
         """
         runtime = self._runtime
         runtime.enter()
@@ -276,7 +277,9 @@ class PoolQueries:
         slot_bytes = runtime.layout.pool_groups[place.pool_group].slot_bytes[place.pool]
         slots = runtime.control.slots[place.pool_group].capacity
         dtype = np.dtype(np.uint8) if buffer.dtype is None else array_type(buffer.dtype)
-        shape = page_shape(place, runtime.layout.tokens_per_block)
+        shape = block_shape(place, runtime.layout.tokens_per_block)
+        if buffer.dtype is not None and itemsize_bits(buffer.dtype) == 4:
+            shape = (*shape[:-1], shape[-1] // 2)  # two to a byte
         if slot_bytes % dtype.itemsize or place.offset % dtype.itemsize:
             raise wrong(
                 f"layer {layer_id}, buffer {role!r}",
@@ -303,15 +306,3 @@ class PoolQueries:
 
     def _check_level(self, level: int) -> None:
         as_int("level", level, 0, 0, "there is one cache level, the GPU's")
-
-
-def page_shape(place: BufferPlace, tokens_per_block: int) -> tuple[int, ...]:
-    """The shape of one slot's pages of a buffer, in memory order."""
-    if place.buffer.dtype is None:
-        return (place.stored_bytes,)
-    geometry = page_geometry(place, tokens_per_block)
-    heads, dim, tokens = geometry.heads, geometry.dim, geometry.page_tokens
-    if place.buffer.layout != "HND":  # finer pages follow each other: the block is contiguous
-        return tokens * geometry.expansion, heads, dim
-    pages = (geometry.expansion,) if geometry.expansion > 1 else ()
-    return *pages, heads, tokens, dim

@@ -26,6 +26,7 @@ from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
 from kvcore.indirect_steps import TokenMover
+from kvcore.lease_book import LeaseBook
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -82,6 +83,7 @@ class Runtime:
         self.token_mover = TokenMover(self)
         self.bound_rows = BoundRows(control.seqs)
         self.handles = Registry(self, control.seqs)
+        self.leases = LeaseBook(self)
         self.pins: dict[Pin, None] = {}  # in the order of their creation
         self.parents = PendingParents(self)
         self.tails = Tails(self)
@@ -96,6 +98,8 @@ class Runtime:
             raise StateError("the manager was shut down; create a new one")
         self.refuse_reentry()
         self.handles.forget_batch()
+        if self.leases.idle:
+            self.leases.take_back()
         if self.parents:
             self.parents.take_arrived()
         if len(self.control.seqs.dirty) > MOST_CHANGES and self.tables is not None:
@@ -119,6 +123,8 @@ class Runtime:
         """The door of calls on a batch: the sequence numbers of its distinct active handles."""
         if self.parents:
             self.parents.take_arrived()
+        if self.leases.idle:
+            self.leases.take_back()
         sequences = self.handles.remembered(kv_caches)
         if sequences is None or len(self.control.seqs.dirty) > MOST_CHANGES:
             self.enter()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.control.sequences import SequenceTable
-from kvcore.device.base import Device, Stream
+from kvcore.device.base import Device, Event, Stream
 from kvcore.device.fences import Fences
 from kvcore.errors import wrong
 from kvcore.ids import NO_TICKET, Ticket
@@ -34,6 +34,7 @@ class Streams:
         self._device, self._seqs, self._fences = device, seqs, fences
         self._known: list[Stream | None] = [None]
         self._lent: dict[int, Stream] = {}
+        self._behind: list[tuple[Stream, Event]] = []  # foreign work that a new stream waits for
 
     # -- binding -----------------------------------------------------------------------------------
 
@@ -51,6 +52,7 @@ class Streams:
     def _number_of(self, stream: Stream) -> int:
         if stream in self._known:
             return self._known.index(stream)
+        self._wait_behind(stream)
         used = set(np.unique(self._seqs.stream).tolist())
         for number in range(1, len(self._known)):
             if number not in used:
@@ -120,6 +122,41 @@ class Streams:
             owner.wait(lent.record())
         del self._lent[sequence]
         self.changes += 1
+
+    # -- leases ------------------------------------------------------------------------------------
+
+    def hand_over(self, stream: Stream) -> None:
+        """Later work of `stream` comes after everything enqueued on any page so far."""
+        for other in self.working():
+            if other is not stream:
+                stream.wait(other.record())
+        self._fences.wait_all(stream)
+        self._wait_behind(stream)
+
+    def hand_back(self, stream: Stream) -> None:
+        """All later work on any page comes after what `stream` has enqueued so far."""
+        event = stream.record()
+        if event.done():
+            return
+        for other in self.working():
+            if other is not stream:
+                other.wait(event)
+        self._behind = [pair for pair in self._behind if not pair[1].done()]
+        self._behind.append((stream, event))
+
+    def alone(self, stream: Stream) -> bool:
+        """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
+        return not self._behind and not self._fences and self.working() in ([stream], [])
+
+    def working(self) -> list[Stream]:
+        """The streams that sequences are bound or lent to."""
+        found = dict.fromkeys(stream for stream in self._known if stream is not None)
+        return list(found | dict.fromkeys(self._lent.values()))
+
+    def _wait_behind(self, stream: Stream) -> None:
+        for other, event in self._behind:
+            if other is not stream:
+                stream.wait(event)
 
     # -- moments -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ LAYERS = (
     {"kvcore.checks"},
     {"kvcore.layer_config", "kvcore.tokens"},
     {"kvcore.config"},
-    {"kvcore.layout", "kvcore.keys", "kvcore.retention"},
+    {"kvcore.layout", "kvcore.keys", "kvcore.retention", "kvcore.dlpack"},
     {"kvcore.plan"},
     {"kvcore.control", "kvcore.device"},
     {"kvcore"},  # the manager, its caches and batches: every module that has no other place

@@ -65,7 +65,7 @@ def emulated(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "suite", ["battery", "beams", "formats", "memory", "streams", "walks", "work"]
+    "suite", ["battery", "beams", "formats", "interop", "memory", "streams", "walks", "work"]
 )
 def test_on_the_fake_driver(emulated, suite):
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]

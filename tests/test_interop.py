@@ -45,11 +45,14 @@ def test_torch_types_that_numpy_lacks_go_by_their_bits():
     step = m.create_batch(1, 8)
     step.prepare([kv], 6)
     keys = torch.randn(6, H, D).to(torch.bfloat16)
-    with pytest.raises(TypeError, match=r"Tensor of torch.bfloat16 \(6, 2, 8\)"):
-        step.append(0, {"key": keys})
-    step.append(0, {"key": keys.view(torch.uint16), "value": keys.view(torch.uint16)})
-    bits, _ = step.gather(0)
-    assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), keys)
+    with pytest.raises(TypeError, match=r"expected bfloat16, as declared.*got float8_e5m2"):
+        step.append(0, {"key": keys.to(torch.float8_e5m2)})
+    step.append(0, {"key": keys, "value": keys.view(torch.uint16)})
+    for bits in step.gather(0):
+        assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), keys)
+    out = torch.empty_like(keys)
+    step.gather(0, ["key"], out=[out])
+    assert torch.equal(out, keys)
 
 
 def test_jax_arrays_go_in_and_out(step):

@@ -39,6 +39,8 @@ from kvcore.device.parts import PageStack as PageStack
 from kvcore.device.parts import Stream as Stream
 from kvcore.device.paths import PathArrays as PathArrays
 from kvcore.device.paths import PathOperations
+from kvcore.dlpack.structs import CPU
+from kvcore.dlpack.view import ArrayView
 from kvcore.layout import PageGeometry as PageGeometry
 
 
@@ -98,13 +100,45 @@ class Device(BeamOperations, PathOperations, FormatOperations):
         """
 
     @abstractmethod
-    def as_array(self, values: object) -> Array:
-        """A view of a foreign array on this device, without a copy.
+    def as_array(
+        self,
+        values: object,
+        *,
+        stream: Stream | None = None,
+        dtype: str | None = None,
+        writable: bool = False,
+    ) -> Array:
+        """A view of a foreign array on this device, without a copy, whatever its strides.
 
-        Takes the device's own arrays as they are, and anything with the array interface (CUDA array
-        interface on CUDA) or DLPack. Raises `TypeError` for anything else or for another device's
-        memory.
+        Takes the device's own arrays as they are, and anything with DLPack, the array interface
+        (CUDA's on CUDA) or, on the host, a buffer. Of types that NumPy lacks (bfloat16, float8,
+        float4) the bits come, as unsigned integers, as they stand in pages; `dtype` names the one
+        that such values must be. With `stream` later work on it comes after the work that the
+        producer has enqueued on the array, unless `stream` is being captured; without, and for the
+        device's own arrays, the caller sees to that. Raises `TypeError` for anything else, for
+        another device's memory, for another type than `dtype`, and where `writable` is asked of a
+        read-only array.
         """
+
+    @abstractmethod
+    def view(self, view: ArrayView) -> Array:
+        """The array of this device that a view of its memory describes, bits as in `as_array`."""
+
+    @abstractmethod
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        """The inverse of `view`: where an array of this device lies.
+
+        `dtype` says what its bits are, where NumPy lacks that type.
+        """
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """Kind and number of the device in DLPack's terms."""
+        return CPU, 0
+
+    @abstractmethod
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        """Copies between device arrays of equal shape and dtype, whatever their strides."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:

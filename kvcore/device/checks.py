@@ -21,6 +21,7 @@ from kvcore.device.base import (
 )
 from kvcore.device.beams import MAX_BEAMS
 from kvcore.device.formats import PageNumbers, PoolNumbers, RowRanges
+from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.errors import wrong, wrong_type
 
 INT32 = np.dtype(np.int32)
@@ -101,6 +102,25 @@ def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     if ids.ndim != 1 or ids.dtype != INT32:
         raise wrong(name, "a one-dimensional int32 array", f"{ids.dtype} {ids.shape}")
     return ids.copy()
+
+
+def check_foreign(name: str, dtype: str | None, may_write: bool) -> None:
+    """Checks what came to `as_array`: the type, where NumPy lacks it, and the right to write."""
+    if dtype is not None and name in UNKNOWN_TO_NUMPY and name != dtype:
+        text = f"{dtype}, as declared, or its bits as unsigned integers"
+        raise TypeError(f"values: expected {text}, got {name}; cast them first")
+    if not may_write:
+        raise TypeError("values: expected a writable array, got a read-only one")
+
+
+def check_copy(source: Any, target: Any, kind: type[Any]) -> None:
+    """Checks the arguments of `copy`."""
+    for name, array in (("source", source), ("target", target)):
+        if not isinstance(array, kind):
+            raise wrong_type(name, f"a {kind.__name__} of this device", array)
+    if target.shape != source.shape or target.dtype != source.dtype:
+        text = f"{source.dtype} {source.shape}, as the source"
+        raise wrong("target", text, f"{target.dtype} {target.shape}")
 
 
 def check_fetch(array: Array, target: Any, kind: type[Any]) -> None:

@@ -63,6 +63,12 @@ class Fences:
         for ticket in self.newest_of_each_stream(set(tickets.tolist())):
             self.wait_one(stream, ticket)
 
+    def wait_all(self, stream: Stream) -> None:
+        """Later work of `stream` starts after every moment that may not have passed."""
+        self._forget_passed()
+        for ticket in self.newest_of_each_stream({entry[0] for entry in self._pending}):
+            self.wait_one(stream, ticket)
+
     def wait_one(self, stream: Stream, ticket: Ticket) -> None:
         """`wait` for a single ticket."""
         if ticket < self._first or not self._pending:

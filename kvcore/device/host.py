@@ -18,7 +18,9 @@ from kvcore.device.checks import (
     INT32,
     INT64,
     check_array,
+    check_copy,
     check_fetch,
+    check_foreign,
     check_ids,
     check_places,
     check_tokens,
@@ -36,12 +38,14 @@ from kvcore.device.hostmemory import (
 )
 from kvcore.device.hostpaths import HostPaths
 from kvcore.device.simulated import SimulatedStream, Simulator
+from kvcore.dlpack.importer import from_buffer, from_dlpack
+from kvcore.dlpack.structs import HOST_KINDS
+from kvcore.dlpack.view import ArrayView, view_of
 from kvcore.errors import wrong, wrong_type
 from kvcore.ids import align_up
 
 GRAIN: Final = 4096  # bytes
 ALIGNMENT: Final = 64  # bytes
-DLPACK_HOST: Final = (1, 3)  # kDLCPU, kDLCUDAHost: what NumPy can view
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +138,30 @@ class HostDevice(HostBeams, HostPaths, HostFormats, Device):
         shape, dtype = (shape,) if isinstance(shape, int) else shape, np.dtype(dtype)
         return self.pinned(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
-    def as_array(self, values: Any) -> Array:
+    def as_array(
+        self,
+        values: Any,
+        *,
+        stream: Stream | None = None,
+        dtype: str | None = None,
+        writable: bool = False,
+    ) -> Array:
         if isinstance(values, np.ndarray):
-            return values
-        try:
-            if hasattr(values, "__array_interface__"):
-                return np.asarray(values)
-            if hasattr(values, "__dlpack__") and values.__dlpack_device__()[0] in DLPACK_HOST:
-                return np.from_dlpack(values)
-        except (BufferError, RuntimeError, ValueError, TypeError) as error:
-            text = "an array in host memory that NumPy can view"
-            raise wrong_type("values", text, described(values), str(error)) from error
-        text = "a NumPy array, or one with DLPack, in host memory"
-        raise wrong_type("values", text, described(values))
+            array, name = values, values.dtype.name
+        else:
+            array, name = _taken(values)
+        check_foreign(name, dtype, array.flags.writeable or not writable)
+        return array
+
+    def view(self, view: ArrayView) -> Array:
+        return view.numpy()
+
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        return view_of(array, dtype)
+
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        check_copy(source, target, np.ndarray)
+        self._submit(stream, "copy", np.copyto, target, source)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         whole = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -322,6 +337,22 @@ class MetaDevice(HostDevice):
 
     def _submit(self, stream: Stream, label: str, work: Callable[..., None], *args: Any) -> None:
         raise no_memory()
+
+
+def _taken(values: Any) -> tuple[NDArray[Any], str]:
+    """A view of a foreign array in host memory, and the name of its type."""
+    text = "a NumPy array, or one with DLPack, an array interface or a buffer, in host memory"
+    try:
+        array = from_buffer(values)
+        shared = array is None and hasattr(values, "__dlpack_device__")
+        if shared and values.__dlpack_device__()[0] in HOST_KINDS:
+            view = from_dlpack(values)
+            return view.numpy(), view.dtype
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise wrong_type("values", text, described(values), str(error)) from error
+    if array is None:
+        raise wrong_type("values", text, described(values))
+    return array, array.dtype.name
 
 
 def _backed_pools(pools: Sequence[tuple[Memory, int]]) -> list[reference.Pool]:

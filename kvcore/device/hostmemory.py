@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.device.base import Array
+from kvcore.device.holds import Holds
 from kvcore.errors import OutOfMemoryError, StateError, wrong, wrong_type
 from kvcore.ids import align_up
 
@@ -32,6 +33,7 @@ class HostMemory:
 
     def __init__(self, max_bytes: int, nbytes: int, grain: int, *, poison: bool) -> None:
         self._grain, self._poison, self._nbytes = grain, poison, 0
+        self.holds = Holds()
         self._map: mmap.mmap | None = _map_pages(max(align_up(max_bytes, grain), grain))
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._base = int(self._bytes.ctypes.data)
@@ -52,6 +54,8 @@ class HostMemory:
 
     def resize(self, nbytes: int) -> None:
         nbytes = _checked_size(self.closed, nbytes, len(self._bytes), self._grain)
+        if nbytes < self._nbytes:
+            self.holds.refuse("resize", nbytes)
         old, self._nbytes = self._nbytes, nbytes
         if nbytes < old:
             self._release(nbytes, old)
@@ -70,6 +74,7 @@ class HostMemory:
         return np.ndarray(shape, dtype, self._bytes, offset)
 
     def close(self) -> None:
+        self.holds.refuse("close")
         if self._map is not None:
             self._release(0, self._nbytes)
         self._map, self._bytes, self._nbytes = None, np.zeros(0, np.uint8), 0
@@ -90,7 +95,7 @@ class MetaMemory:
 
     def __init__(self, base: int, max_bytes: int, nbytes: int, grain: int) -> None:
         self._base, self._max_bytes, self._grain, self._nbytes = base, max_bytes, grain, 0
-        self.closed = False
+        self.closed, self.holds = False, Holds()
         self.resize(nbytes)
 
     @property

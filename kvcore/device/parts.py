@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.device.holds import Holds
 from kvcore.layout import PageGeometry
 
 Array = Any
@@ -62,13 +63,18 @@ class Memory(Protocol):
         """Bytes backed by memory, a multiple of the grain."""
         ...
 
+    @property
+    def holds(self) -> Holds:
+        """Who uses it: as long as that is anybody, `close` and `resize` below that refuse."""
+        ...
+
     def resize(self, nbytes: int) -> None:
         """Backs exactly the first `nbytes` (rounded up to the grain).
 
-        Raises `OutOfMemoryError` with nothing changed, `ValueError` for more than was reserved and
-        `StateError` after `close`. What stays backed keeps its content. Shrinking requires that no
-        work touches the part given up; the caller synchronises first. New memory has undefined
-        content.
+        Raises `OutOfMemoryError` with nothing changed, `ValueError` for more than was reserved,
+        `LeaseInUse` for less than is held and `StateError` after `close`. What stays backed keeps
+        its content. Shrinking requires that no work touches the part given up; the caller
+        synchronises first. New memory has undefined content.
         """
         ...
 
@@ -81,7 +87,10 @@ class Memory(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the memory back. Idempotent. No enqueued work may touch it any more."""
+        """Gives the memory back. Idempotent. No enqueued work may touch it any more.
+
+        Raises `LeaseInUse`, with nothing changed, while somebody holds it.
+        """
         ...
 
 

@@ -43,12 +43,12 @@ class DeviceTables:
         self._row_bytes = host[0].nbytes
         grain = device.grain(0)
         self._ring = StagingRing(device)  # first: it has nothing to give back if the next fails
-        self._memory = device.reserve(max(host.nbytes, 1), 0, grain)
+        self.memory = device.reserve(max(host.nbytes, 1), 0, grain)
         self._ready_rows = 0
         self._last: tuple[Stream, Event] | None = None
         self._leased: list[NDArray[np.uint8]] = []  # sent, not yet sealed
         self._views: dict[int, tuple[NDArray[np.uint8], NDArray[np.int64], Int32]] = {}
-        self.array: Array = self._memory.array(np.int32, host.shape)
+        self.array: Array = self.memory.array(np.int32, host.shape)
         self.by_group: Array = self.array.transpose(1, 0, 2)
 
     def send(
@@ -124,8 +124,8 @@ class DeviceTables:
     def _back_rows(self, used_rows: int, stream: Stream) -> None:
         if used_rows <= self._ready_rows:
             return
-        self._memory.resize(used_rows * self._row_bytes)
-        rows = min(self._memory.nbytes // self._row_bytes, len(self._host))
+        self.memory.resize(used_rows * self._row_bytes)
+        rows = min(self.memory.nbytes // self._row_bytes, len(self._host))
         self._device.fill_words(self.array[self._ready_rows : rows], NO_SLOT, stream=stream)
         self._ready_rows = rows
 
@@ -133,7 +133,7 @@ class DeviceTables:
         """Unmaps the table and drops the buffers. The caller has synchronised."""
         self._views.clear()
         self._ring.close()
-        self._memory.close()
+        self.memory.close()
 
 
 def _join(dirty: list[DirtyCells]) -> NDArray[np.int64]:

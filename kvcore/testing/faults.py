@@ -168,7 +168,7 @@ def _guard_memory(undo: ExitStack, device: Any, runtime: Runtime | None, fault: 
     if runtime is not None:
         memories = [memory for group in runtime.pools for memory in group]
         twins = runtime.tables, runtime.path_tables
-        memories += [twin._memory for twin in twins if twin is not None]
+        memories += [twin.memory for twin in twins if twin is not None]
         for memory in memories:
             guarded(memory)
 

@@ -275,7 +275,7 @@ class Walk(ReuseActions, StepActions):
         runtime = self.manager._runtime
         memories = [memory for pools in runtime.pools for memory in pools]
         twins = runtime.tables, runtime.path_tables
-        memories += [twin._memory for twin in twins if twin is not None]
+        memories += [twin.memory for twin in twins if twin is not None]
         self.manager.shutdown()
         same("bytes held after shutdown", [0] * len(memories), [m.nbytes for m in memories])
 

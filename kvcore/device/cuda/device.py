@@ -38,7 +38,7 @@ from kvcore.device.cuda.blocks import (
     view,
 )
 from kvcore.device.cuda.driver import context_of, current_device
-from kvcore.device.cuda.foreign import as_array
+from kvcore.device.cuda.foreign import ForeignArrays
 from kvcore.device.cuda.formats import CudaFormats
 from kvcore.device.cuda.kernels import SOURCES, Source, packing
 from kvcore.device.cuda.launch import Launch
@@ -68,7 +68,7 @@ FOR_TESTS: Final = frozenset({"fingerprint", "latch"})
 """Sources that are compiled when they are first used."""
 
 
-class CudaDevice(CudaBeams, CudaFormats, Device):
+class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
     """One GPU: pools in CUDA virtual memory, arrays of CuPy, work on the callers' streams.
 
     Nothing here has a default stream, and the caller's current device stays what it was. Several
@@ -181,9 +181,6 @@ class CudaDevice(CudaBeams, CudaFormats, Device):
         else:
             block = blocks.take(nbytes)
         return view(block.pointer, nbytes, block, self.index, shape, dtype)
-
-    def as_array(self, values: object) -> Array:
-        return as_array(values, self.index)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         self.graveyard.drain()

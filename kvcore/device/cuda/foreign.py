@@ -2,61 +2,137 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import cupy
 import numpy as np
 
-from kvcore.device.base import Array
-from kvcore.device.checks import described
-from kvcore.device.cuda.blocks import view
+from kvcore.device.base import Array, Stream
+from kvcore.device.checks import check_copy, check_foreign, described
+from kvcore.device.cuda.streams import CudaStream, as_own
+from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
+from kvcore.dlpack.importer import from_dlpack, from_interface
+from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
+from kvcore.dlpack.view import ArrayView, typed
 from kvcore.errors import wrong_type
 
-CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
-EXPECTED: Final = "an array in this GPU's memory (CuPy, CUDA array interface or DLPack)"
+if TYPE_CHECKING:
+    from kvcore.device.cuda.words import WordWork
+
+EXPECTED: Final = "an array in this GPU's memory (CuPy, DLPack or CUDA array interface)"
+NO_ORDER: Final = -1
+"""What a consumer that orders itself passes as its stream."""
+LEGACY: Final = 1
+"""The legacy default stream, which is never 0 in DLPack."""
 
 
-def as_array(values: object, device_id: int) -> Array:
-    """A view of `values` on the device, without a copy and without waiting for anything.
+class ForeignArrays:
+    """The part of a `CudaDevice` that takes arrays of others, and copies arrays."""
 
-    Whoever wrote the values has to have ordered that work before the stream they are used on.
-    """
-    if isinstance(values, cupy.ndarray):
-        if values.data.device_id != device_id and values.size:
-            raise _elsewhere(values, device_id)
-        return values
-    try:
-        interface = getattr(values, "__cuda_array_interface__", None)
-    except (AttributeError, RuntimeError, TypeError):  # torch: not for every dtype, not on the CPU
+    index: int
+    _words: WordWork
+
+    if TYPE_CHECKING:
+
+        def stream(self, stream: object) -> Stream: ...
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """Kind and number of the device in DLPack's terms."""
+        return CUDA, self.index
+
+    def as_array(
+        self,
+        values: object,
+        *,
+        stream: Stream | None = None,
+        dtype: str | None = None,
+        writable: bool = False,
+    ) -> Array:
+        """See `kvcore.device.base.Device`."""
+        if isinstance(values, cupy.ndarray):
+            if values.data.device_id != self.index and values.size:
+                raise _elsewhere(values, self.index)
+            return values
+        on = None if stream is None else as_own(stream)
+        capturing = on is not None and on.is_capturing()
+        taken = self._taken(values, None if capturing else on, NO_ORDER if capturing else None)
+        check_foreign(taken.dtype, dtype, not (writable and taken.readonly))
+        return self.view(taken)
+
+    def view(self, view: ArrayView) -> Array:
+        """See `kvcore.device.base.Device`."""
+        if view.dtype in UNKNOWN_TO_NUMPY:
+            view = view.bits()
+        dtype, size = np.dtype(view.dtype), CODES[view.dtype].bits // 8
+        spans = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
+        low = sum(span for span in spans if span < 0) * size if view.size else 0
+        nbytes = (sum(map(abs, spans)) + 1) * size if view.size else 0
+        memory = cupy.cuda.UnownedMemory(view.address + low, nbytes, view.owner, self.index)
+        start = cupy.cuda.MemoryPointer(memory, -low)
+        strides = tuple(step * size for step in view.strides)
+        return cupy.ndarray(view.shape, dtype, start, strides=strides)
+
+    def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        """See `kvcore.device.base.Device`."""
+        view = ArrayView(
+            address=array.data.ptr,
+            shape=array.shape,
+            strides=tuple(step // array.itemsize for step in array.strides),
+            dtype=array.dtype.name,
+            device=self.dlpack_device,
+            owner=array,
+        )
+        return view if dtype is None else typed(view, dtype)
+
+    def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
+        """See `kvcore.device.base.Device`."""
+        check_copy(source, target, cupy.ndarray)
+        self._words.copy(source, target, as_own(stream))
+
+    def _taken(
+        self,
+        values: object,
+        stream: CudaStream | None,
+        otherwise: int | None,
+    ) -> ArrayView:
+        """The array in `values`; `stream` waits, on the device, for what its producer enqueued.
+
+        Without one, a producer that speaks DLPack is told `otherwise`.
+        """
+        shares = _shares_on(values, self.index)
         interface = None
-    if interface is not None:
-        return _from_interface(values, interface, device_id)
-    if hasattr(values, "__dlpack__") and hasattr(values, "__dlpack_device__"):
-        kind, its_device = values.__dlpack_device__()
-        if int(kind) in CUDA and int(its_device) == device_id:
-            return _from_dlpack(values)
-    raise _elsewhere(values, device_id)
+        if shares is not None and not (shares and stream is not None):
+            interface = _interface_of(values)
+        if not shares and interface is None:
+            raise _elsewhere(values, self.index)
+        try:
+            if interface is None:
+                handle = otherwise if stream is None else stream.handle or LEGACY
+                return from_dlpack(values, handle)
+            view, producer = from_interface(interface, values, self.dlpack_device)
+        except (BufferError, RuntimeError, ValueError) as error:
+            raise wrong_type("values", EXPECTED, described(values), str(error)) from error
+        if producer is not None and stream is not None:
+            stream.wait(self.stream(producer).record())
+        return view
 
 
-def _from_interface(values: object, interface: dict[str, Any], device_id: int) -> Array:
-    """By hand: CuPy's own conversion may wait for the producer's stream on the host."""
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
-    pointer, _ = interface["data"]
-    strides = interface.get("strides")
-    if strides is None:
-        return view(pointer, int(np.prod(shape)) * dtype.itemsize, values, device_id, shape, dtype)
-    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    low = sum(span for span in spans if span < 0)
-    nbytes = sum(abs(span) for span in spans) + dtype.itemsize if 0 not in shape else 0
-    memory = cupy.cuda.UnownedMemory(pointer + low, nbytes, values, device_id)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides=strides)
+def _shares_on(values: Any, device_id: int) -> bool | None:
+    """Whether a producer speaks DLPack; None if it does so on another device."""
+    if not hasattr(values, "__dlpack_device__"):
+        return False
+    kind, index = values.__dlpack_device__()
+    here = int(kind) == CUDA_MANAGED or (int(kind) == CUDA and int(index) == device_id)
+    return True if here else None
 
 
-def _from_dlpack(values: object) -> Array:
+def _interface_of(values: object) -> dict[str, Any] | None:
     try:
-        return cupy.from_dlpack(values)
-    except (BufferError, RuntimeError, ValueError, TypeError) as error:
-        raise wrong_type("values", EXPECTED, described(values), str(error)) from error
+        found: dict[str, Any] | None = getattr(values, "__cuda_array_interface__", None)
+    except (AttributeError, RuntimeError, TypeError):  # torch: not for every dtype, not on the CPU
+        return None
+    return found
 
 
 def _elsewhere(values: object, device_id: int) -> TypeError:

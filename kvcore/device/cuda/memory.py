@@ -20,6 +20,7 @@ from cuda.bindings import driver
 from kvcore.device.base import Array
 from kvcore.device.cuda.blocks import Graveyard, allocate, view
 from kvcore.device.cuda.driver import Context, check
+from kvcore.device.holds import Holds
 from kvcore.errors import OutOfMemoryError, StateError, wrong, wrong_type
 from kvcore.ids import align_up
 
@@ -206,6 +207,7 @@ class CudaMemory:
         reserved = max(align_up(max_bytes, grain), grain)
         self._grain, self._lock = grain, threading.RLock()
         self._followers: WeakSet[Any] = WeakSet()
+        self.holds = Holds()
         mapper.graveyard.drain()
         self._range: Range | PlainRange | None = (
             Range(mapper, reserved, grain)
@@ -253,6 +255,7 @@ class CudaMemory:
                     pages.shrink(old)
                     raise
             elif nbytes < old:
+                self.holds.refuse("resize", nbytes)
                 # Followers first, so that no later kernel goes where nothing will be.
                 self._tell(nbytes)
                 pages.shrink(nbytes)
@@ -273,6 +276,7 @@ class CudaMemory:
             pages = self._range
             if pages is None:
                 return
+            self.holds.refuse("close")
             self._tell(0)
             pages.release()
             self._range = None

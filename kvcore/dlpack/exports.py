@@ -1,0 +1,101 @@
+"""The structures that are out, each in the hands of a consumer until it calls the deleter.
+
+Consumers call deleters from any thread, with or without the interpreter's lock, while an exception
+is on its way, and some of them after the interpreter is gone. No callback written in Python
+survives all of that: one made by ctypes loses the exception. So the structures, their deleters and
+the capsules are NumPy's, which are compiled and made for it. NumPy exports an array of integers
+that lies where ours lies; what it wrote into the structure is then corrected in place: element
+type, device, flags, version. Its deleter drops that array, and with it the `Window` below the
+array, which is how the end of a use is noticed.
+
+When the interpreter begins to end, the deleter of every structure that is still out becomes a C
+function that does nothing: no consumer calls into an interpreter that is going or gone, and what it
+holds stays in place until the process is gone. A null pointer, which the protocol allows, would not
+do: JAX looks at it when it takes an array and calls it when the array goes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Callable
+from ctypes import c_void_p, cast, memmove, pythonapi
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from kvcore.dlpack.capsules import api
+from kvcore.dlpack.patterns import Pattern
+from kvcore.dlpack.view import Window
+
+GRACE: Final = 1e-3
+"""Seconds that consumers have, as the interpreter ends, to leave a deleter they just called."""
+
+Release = Callable[[], None]
+
+
+class Exports:
+    """All structures of the process that consumers may still use."""
+
+    def __init__(self) -> None:
+        self._out: dict[int, tuple[weakref.ref[Window], int]] = {}
+        self._ending = False
+        # Takes no argument and may be called at any time, also without an interpreter.
+        self._nothing = cast(pythonapi.Py_IsInitialized, c_void_p).value
+        self._pointer = api().pointer
+        atexit.register(self._end)
+
+    def __len__(self) -> int:
+        return len(self._out)
+
+    def capsule(self, pattern: Pattern, release: Release | None = None) -> Any:
+        """A new capsule.
+
+        Parameters
+        ----------
+        pattern : Pattern
+            Its view is kept alive until the consumer calls the deleter, or the capsule is dropped
+            unused.
+        release : callable, optional
+            Called when the consumer is done, in whatever thread that happens: it must neither block
+            nor raise, and a second call must do nothing.
+        """
+        window = Window(pattern.view, pattern.interface)
+        capsule = np.asarray(window).__dlpack__(max_version=pattern.version)
+        start = self._pointer(capsule, pattern.name)
+        for place, content in pattern.corrections:
+            memmove(start + place, content, len(content))
+        for place, content in pattern.axes:
+            memmove(c_void_p.from_address(start + place).value or 0, content, len(content))
+        key, out = id(window), self._out
+
+        def gone(_: object) -> None:
+            out.pop(key, None)
+            if release is not None:
+                release()
+
+        out[key] = weakref.ref(window, gone), start + pattern.deleter
+        if self._ending:
+            c_void_p.from_address(start + pattern.deleter).value = self._nothing
+        return capsule
+
+    def _end(self) -> None:
+        """From here on no consumer calls back; what they hold stays where it is."""
+        self._ending = True
+        out = list(self._out.values())
+        for reference, deleter in out:
+            # NumPy's deleter frees the structure and drops the window without letting go of the
+            # interpreter's lock in between: where the window is alive, so is the structure.
+            window = reference()
+            if window is not None:
+                c_void_p.from_address(deleter).value = self._nothing
+        if out:
+            time.sleep(GRACE)
+
+
+@cache
+def exports() -> Exports:
+    """The one `Exports` of the process."""
+    return Exports()

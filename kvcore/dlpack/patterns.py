@@ -1,0 +1,88 @@
+"""Capsules as patterns: what NumPy exports, and what is corrected in the structure it made."""
+
+from __future__ import annotations
+
+from ctypes import c_int64
+from typing import Any, Final, NamedTuple
+
+from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY, Version
+from kvcore.dlpack.structs import LEGACY, VERSIONED, DLTensor, ManagedTensor, VersionedTensor
+from kvcore.dlpack.view import ArrayView
+
+NUMPYS: Final = (1, 0)
+"""The version that NumPy is asked for; what says otherwise is corrected."""
+
+
+class Pattern(NamedTuple):
+    """What all capsules of a view for consumers of one version have in common."""
+
+    view: ArrayView
+    interface: dict[str, Any]
+    """Of the array that NumPy exports."""
+    version: Version | None
+    """Which structure NumPy makes."""
+    name: bytes
+    deleter: int
+    """Where the deleter is in the structure, in bytes."""
+    corrections: tuple[tuple[int, bytes], ...]
+    """Bytes of the structure, and where."""
+    axes: tuple[tuple[int, bytes], ...]
+    """Shape and strides where they are not the array's, and where the structure points to them."""
+
+
+def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
+    """How to make capsules that share a view.
+
+    Parameters
+    ----------
+    view : ArrayView
+        What is shared.
+    version : (int, int), optional
+        What the structure says it is. None: the structure from before version 1.
+    flags : int
+        Of the structure.
+    """
+    kind = ManagedTensor if version is None else VersionedTensor
+    wanted, within = kind(), kind.tensor.offset
+    tensor: DLTensor = wanted.tensor
+    tensor.device.kind, tensor.device.index = view.device
+    tensor.dtype.code, tensor.dtype.bits, _ = CODES[view.dtype]
+    tensor.dtype.lanes, tensor.ndim = 1, len(view.shape)
+    fields = [DLTensor.device, DLTensor.ndim, DLTensor.dtype]
+    if not view.size:
+        fields.append(DLTensor.data)
+    spans = [(within + field.offset, field.size) for field in fields]
+    if isinstance(wanted, VersionedTensor) and version is not None:
+        wanted.major, wanted.minor = version
+        wanted.flags = flags
+        fields = [VersionedTensor.major, VersionedTensor.minor, VersionedTensor.flags]
+        spans += [(field.offset, field.size) for field in fields]
+    array = view.bits() if view.dtype in UNKNOWN_TO_NUMPY else view
+    return Pattern(
+        view,
+        array.interface(),
+        None if version is None else NUMPYS,
+        LEGACY if version is None else VERSIONED,
+        kind.deleter.offset,
+        _merged(bytes(wanted), spans),
+        () if array.shape == view.shape else _axes(view, within),
+    )
+
+
+def _axes(view: ArrayView, within: int) -> tuple[tuple[int, bytes], ...]:
+    numbers = c_int64 * len(view.shape)
+    return (
+        (within + DLTensor.shape.offset, bytes(numbers(*view.shape))),
+        (within + DLTensor.strides.offset, bytes(numbers(*view.normal_strides))),
+    )
+
+
+def _merged(content: bytes, spans: list[tuple[int, int]]) -> tuple[tuple[int, bytes], ...]:
+    """The content of spans (start, size), neighbours joined."""
+    starts: list[list[int]] = []
+    for start, size in sorted(spans):
+        if starts and starts[-1][1] == start:
+            starts[-1][1] = start + size
+        else:
+            starts.append([start, start + size])
+    return tuple((start, content[start:end]) for start, end in starts)

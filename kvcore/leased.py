@@ -1,0 +1,136 @@
+"""`LeasedArray`: what a lease gives to other libraries, ordered by events and counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
+from kvcore.dlpack.exporter import Exporter, check_no_stream
+from kvcore.dlpack.exports import Release
+from kvcore.dlpack.structs import CPU, CUDA, HOST_KINDS
+from kvcore.dlpack.view import ArrayView, Window, view_of
+from kvcore.errors import wrong, wrong_type
+
+if TYPE_CHECKING:
+    from kvcore.device.base import Stream
+    from kvcore.dlpack.patterns import Pattern
+    from kvcore.lease_book import LeaseEntry
+    from kvcore.runtime import Runtime
+
+Place = tuple[int, int]
+
+LEGACY: Final = 1
+NO_ORDER: Final = -1
+
+
+class LeasedArray(Exporter):
+    """Memory of a lease under one element type, for whoever speaks DLPack or an array interface.
+
+    What DLPack and NumPy's array interface give out is counted until the consumer drops it. A
+    consumer that takes it by the CUDA array interface holds this object, which then has to be
+    dropped, too, before the memory can go.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        entry: LeaseEntry,
+        view: ArrayView,
+        patterns: dict[tuple[Any, Any], Pattern] | None = None,
+    ) -> None:
+        super().__init__(view, patterns)
+        self._runtime, self._entry = runtime, entry
+
+    def bits(self) -> LeasedArray:
+        """The same memory as unsigned integers, for consumers that lack the element type.
+
+        `float4_e2m1fn` gives uint8 with half as many elements: two per byte, the first one in the
+        low half. The consumer casts back by itself, such as `tensor.view(torch.float8_e4m3fn)`.
+        Keeps the lease.
+        """
+        return LeasedBits(self)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """NumPy's array interface, of memory of the host and types that NumPy has."""
+        interface = super().__array_interface__
+        self._entry.refuse_closed()
+        view = self._view
+        span = (view.end - view.address,)
+        window = Window(replace(view, shape=span, strides=(1,), dtype="uint8"))
+        self._entry.use_while(window)
+        return interface | {"data": np.asarray(window)}  # an array keeps it, and so the window
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """CUDA's array interface, of memory of a GPU and types that NumPy has.
+
+        Its stream is the legacy default one, which comes after kvcore's work, for the consumer to
+        wait for; none, once the lease was handed over to a stream by `stream=` or `acquire`.
+        """
+        if self._view.device[0] != CUDA or self._view.dtype in UNKNOWN_TO_NUMPY:
+            raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
+        self._entry.refuse_closed()
+        ordered = bool(self._entry.streams)
+        if not ordered:
+            self._hand_over(None)
+        self._entry.view(self)
+        return self._view.interface() | {"stream": None if ordered else LEGACY}
+
+    def _hand_over(self, stream: object) -> None:
+        self._entry.refuse_closed()
+        on = self._stream_of(stream)
+        if on is not None:
+            with self._runtime.lock:
+                self._runtime.leases.hand_over(self._entry, on)
+
+    def _hold(self) -> Release:
+        return self._entry.use()
+
+    def _stream_of(self, stream: object) -> Stream | None:
+        """The stream that DLPack names; None where it asks for no order."""
+        if self._view.device[0] in HOST_KINDS:
+            check_no_stream(stream)
+            return None
+        if stream is None:
+            return self._runtime.device.stream(LEGACY)
+        if isinstance(stream, bool) or not isinstance(stream, int):
+            raise wrong_type("stream", "None, -1, 1, 2 or the handle of a stream", stream)
+        if stream < NO_ORDER or not stream:
+            remedy = "1 is the legacy default stream, 2 the per-thread one"
+            raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream, remedy)
+        return None if stream == NO_ORDER else self._runtime.device.stream(stream)
+
+    def _copied(self, asked: Place, stream: object) -> ArrayView:
+        """A dense copy for the consumer. BLOCKS where it goes from a GPU to the host."""
+        self._entry.refuse_closed()
+        own, device = self._view, self._runtime.device
+        if own.device[0] in HOST_KINDS:
+            return super()._copied(asked, stream)
+        if asked not in (own.device, (CPU, 0)):
+            raise BufferError(f"memory of device {own.device} cannot be copied to {asked} here")
+        on = self._stream_of(stream) or device.stream(LEGACY)
+        source = device.view(own)
+        lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
+        book = self._runtime.leases
+        with self._runtime.lock:
+            book.hand_over(self._entry, on)
+            array: Any
+            if asked == (CPU, 0):
+                array = device.to_host(source, stream=on)
+            else:
+                array = device.empty(source.shape, source.dtype)
+                device.copy(source, array, stream=on)
+            book.hand_back(self._entry, [on])
+        return view_of(array, lacking) if asked == (CPU, 0) else device.describe(array, lacking)
+
+
+class LeasedBits(LeasedArray):
+    """The memory of a lease as unsigned integers."""
+
+    def __init__(self, lease: LeasedArray) -> None:
+        super().__init__(lease._runtime, lease._entry, lease.view.bits())
+        self._lease = lease  # which would end if nobody held it

@@ -1,0 +1,342 @@
+"""Arrays shared with other libraries on a GPU: streams, devices, copies, lifetimes."""
+
+from __future__ import annotations
+
+import gc
+
+import cupy
+import numpy as np
+import pytest
+
+import kvcore as k
+from kvcore.device.cuda import CudaDevice
+from kvcore.device.cuda.streams import CudaStream
+from kvcore.dlpack.capsules import api
+from kvcore.dlpack.exporter import Exporter
+from kvcore.dlpack.importer import from_capsule
+from kvcore.dlpack.structs import CPU, CUDA, CUDA_HOST, CUDA_MANAGED
+from kvcore.dlpack.view import ArrayView, contiguous
+from tests.device.harness import Rig
+from tests.emulated import driver
+from tests.helpers import opened, typed_manager
+
+pytestmark = pytest.mark.usefixtures("held")
+
+H, D = 2, 8
+
+
+@pytest.fixture(autouse=True)
+def few_and_small_pages(monkeypatch):
+    monkeypatch.setattr(CudaDevice, "grain", lambda self, quota: 4096)
+
+
+@pytest.fixture
+def rig(device):
+    rig = Rig(device, device.create_stream())
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Pairs (who waits, for whom), as handles, in the order of the calls."""
+    found = []
+    real = CudaStream.wait
+
+    def wait(self, event):
+        found.append((self.handle, event._stream.handle))
+        real(self, event)
+
+    monkeypatch.setattr(CudaStream, "wait", wait)
+    return found
+
+
+class Producer(Exporter):
+    """A library on a GPU, which notes the streams it is asked for."""
+
+    def __init__(self, array, device=(CUDA, 0), dtype=None):
+        shape = array.shape
+        super().__init__(
+            ArrayView(
+                address=array.data.ptr, shape=shape, strides=contiguous(shape), device=device,
+                dtype=dtype or array.dtype.name, owner=array,
+            )
+        )  # fmt: skip
+        self.streams = []
+
+    def _hand_over(self, stream):
+        self.streams.append(stream)
+
+
+# -- taking ----------------------------------------------------------------------------------------
+
+
+def test_producers_are_told_the_stream_that_waits(rig):
+    its = Producer(rig.put(np.arange(6, dtype=np.int32).reshape(2, 3)))
+    taken = rig.device.as_array(its)
+    assert isinstance(taken, cupy.ndarray)
+    assert rig.get(taken).tolist() == [[0, 1, 2], [3, 4, 5]]
+    rig.device.as_array(its, stream=rig.stream)
+    for handle in (0, 1, 2):
+        rig.device.as_array(its, stream=rig.device.stream(handle))
+    driver.switch("capturing", True)
+    rig.device.as_array(its, stream=rig.stream)
+    driver.switch("capturing", False)
+    assert its.streams == [None, rig.stream.handle, 1, 1, 2, -1]
+
+
+def test_managed_memory_is_every_devices(rig):
+    array = rig.put(np.arange(4, dtype=np.int32))
+    assert rig.device.as_array(Producer(array, (CUDA_MANAGED, 1))).data.ptr == array.data.ptr
+    for device in ((CUDA, 1), (CPU, 0), (CUDA_HOST, 0)):
+        with pytest.raises(TypeError, match="cuda:0"):
+            rig.device.as_array(Producer(array, device))
+
+
+def test_types_that_cupy_lacks_come_as_bits(rig):
+    array = rig.put(np.arange(12, dtype=np.uint16).reshape(3, 4))
+    its = Producer(array, dtype="bfloat16")
+    taken = rig.device.as_array(its, dtype="bfloat16", stream=rig.stream)
+    assert (taken.dtype, taken.data.ptr) == (np.uint16, array.data.ptr)
+    with pytest.raises(TypeError, match="got bfloat16"):
+        rig.device.as_array(its, dtype="float16")
+
+
+class Interface:
+    """An array of another library, by the CUDA array interface."""
+
+    def __init__(self, array, **changes):
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape, "typestr": array.dtype.str, "version": 3,
+            "data": (array.data.ptr, False), "strides": None, **changes,
+        }  # fmt: skip
+
+
+def test_streams_of_the_array_interface_are_waited_for(rig, orders):
+    array = rig.put(np.zeros(4, np.int32))
+    producer = rig.device.create_stream()
+    orders.clear()
+    rig.device.as_array(Interface(array, stream=producer.handle), stream=rig.stream)
+    rig.device.as_array(Interface(array, stream=1), stream=rig.stream)
+    rig.device.as_array(Interface(array, stream=None), stream=rig.stream)
+    rig.device.as_array(Interface(array, stream=producer.handle))
+    assert orders == [(rig.stream.handle, producer.handle), (rig.stream.handle, 1)]
+    with pytest.raises(TypeError, match="writable"):
+        rig.device.as_array(Interface(array, data=(array.data.ptr, True)), writable=True)
+    for changes in ({"stream": 0}, {"mask": 1}, {"typestr": "<U2"}):
+        with pytest.raises(TypeError, match="values"):
+            rig.device.as_array(Interface(array, **changes))
+
+
+def test_dlpack_comes_first_where_a_stream_has_to_wait(rig):
+    """It can order any two streams; the interface may name none."""
+
+    class Both(Producer, Interface):
+        def __init__(self, array):
+            Producer.__init__(self, array)
+            Interface.__init__(self, array)
+
+    its = Both(rig.put(np.zeros(4, np.int32)))
+    rig.device.as_array(its)
+    assert its.streams == []
+    rig.device.as_array(its, stream=rig.stream)
+    assert its.streams == [rig.stream.handle]
+
+
+def test_arrays_are_copied_with_any_strides(rig):
+    source = rig.put(np.arange(24, dtype=np.int32).reshape(4, 6)).T[::2]
+    target = rig.put(np.zeros((3, 8), np.int32))[:, ::2]
+    rig.device.copy(source, target, stream=rig.stream)
+    np.testing.assert_array_equal(rig.get(target), np.arange(24).reshape(4, 6).T[::2])
+    with pytest.raises(ValueError, match="target"):
+        rig.device.copy(source, source[:1], stream=rig.stream)
+    with pytest.raises(TypeError, match="source"):
+        rig.device.copy(np.zeros(3), source, stream=rig.stream)
+
+
+# -- giving ----------------------------------------------------------------------------------------
+
+
+def opened_manager(rig, dtype="float32"):
+    """A manager, and a cache of it whose stream is the rig's."""
+    m = typed_manager(slots=64, layers=2, dtype=dtype, device=rig.device, stream=rig.stream)
+    return m, opened(m, 8)[0]
+
+
+def end(m, kv):
+    """Everything is given back."""
+    kv.close()
+    gc.collect()
+    m.shutdown()
+
+
+def pages_of(capsule):
+    """What a consumer finds: where it is, its shape, its device."""
+    managed, _ = api().find(capsule)
+    tensor = managed.tensor
+    return tensor.data, (tensor.device.kind, tensor.device.index)
+
+
+def test_pages_are_on_their_device(rig):
+    manager, kv = opened_manager(rig)
+    lease = manager.lease(1, "value")
+    assert lease.__dlpack_device__() == (CUDA, 0)
+    capsule = lease.__dlpack__()
+    assert pages_of(capsule) == (lease.address, (CUDA, 0))
+    del capsule
+    for device in ((CUDA, 1), (CPU, 0), (CUDA_HOST, 0)):
+        with pytest.raises(BufferError, match="copy=True"):
+            lease.__dlpack__(dl_device=device)
+    for take in (np.asarray, np.from_dlpack):
+        with pytest.raises((BufferError, RuntimeError)):
+            take(lease)
+    taken = rig.device.as_array(lease)
+    assert (taken.data.ptr, taken.shape, taken.strides) == (
+        lease.address, lease.shape, tuple(4 * step for step in lease.strides))  # fmt: skip
+    assert lease.num_arrays == 0  # by the array interface
+    kv.close()
+    with pytest.raises(k.LeaseInUse):
+        manager.shutdown()
+    del taken, lease
+    end(manager, kv)
+
+
+@pytest.mark.parametrize("given", [None, 1, 2, -1, "own", "other"])
+def test_the_consumers_stream_waits_for_kvcore(rig, orders, given):
+    manager, kv = opened_manager(rig)
+    consumer = rig.device.create_stream()
+    handle = {"own": rig.stream.handle, "other": consumer.handle}.get(given, given)
+    lease = manager.lease(0, "key")
+    orders.clear()
+    capsule = lease.__dlpack__(stream=handle, max_version=(1, 0))
+    ours, theirs = rig.stream.handle, 1 if given is None else handle
+    waits = given not in (-1, "own")
+    assert orders == ([(theirs, ours)] if waits else [])
+    orders.clear()
+    del capsule
+    manager.get_storage_statistics()
+    assert not orders or orders == [(ours, theirs)]  # the fake's work is over at once
+    lease.close()
+    end(manager, kv)
+
+
+@pytest.mark.parametrize("stream", [0, -2, "a", 1.5, True])
+def test_what_is_no_stream_is_an_error(rig, stream):
+    manager, kv = opened_manager(rig)
+    lease = manager.lease(0, "key")
+    with pytest.raises((TypeError, ValueError), match="stream: expected None, -1, 1, 2"):
+        lease.__dlpack__(stream=stream)
+    assert lease.num_arrays == 0
+    assert driver.current() is None
+    lease.close()
+    end(manager, kv)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("place", [None, (CUDA, 0), (CPU, 0)])
+def test_copies_go_to_the_device_or_the_host(rig, dtype, place):
+    m, kv = opened_manager(rig, dtype)
+    mine = m.get_pages(1, "key")
+    new = rig.random(mine.shape, mine.dtype.itemsize).view(mine.dtype)
+    rig.device.from_host(new, mine, stream=rig.stream)
+    lease = m.lease(1, "key")
+    copy = from_capsule(lease.__dlpack__(copy=True, dl_device=place, max_version=(1, 1)))
+    assert (copy.dtype, copy.shape, copy.is_contiguous) == (dtype, mine.shape, True)
+    assert copy.device == (place or (CUDA, 0))
+    assert lease.num_arrays == 0
+    found = copy.numpy() if place == (CPU, 0) else rig.get(rig.device.view(copy))
+    np.testing.assert_array_equal(found.view(mine.dtype), new)
+    for device in ((CUDA, 1), (CUDA_HOST, 0)):
+        with pytest.raises(BufferError, match="cannot be copied"):
+            lease.__dlpack__(copy=True, dl_device=device, max_version=(1, 1))
+    lease.close()
+    del mine, copy
+    end(m, kv)
+
+
+def test_the_array_interface_names_a_stream_or_none(rig, orders):
+    manager, kv = opened_manager(rig)
+    lease = manager.lease(0, "key")
+    orders.clear()
+    interface = lease.__cuda_array_interface__
+    assert (interface["stream"], interface["data"]) == (1, (lease.address, False))
+    assert orders == [(1, rig.stream.handle)]
+    ordered = manager.lease(0, "value", stream=rig.stream, readonly=True)
+    interface = ordered.__cuda_array_interface__
+    assert (interface["stream"], interface["data"][1]) == (None, True)
+    lease.close(), ordered.close()
+    with pytest.raises(k.StateError, match="is closed"):
+        _ = lease.__cuda_array_interface__
+    kv.close()
+    del lease
+    with pytest.raises(k.LeaseInUse, match="buffer 'value'"):
+        manager.shutdown()
+    del ordered
+    end(manager, kv)
+
+
+def test_types_without_a_name_have_no_array_interface(rig):
+    m, kv = opened_manager(rig, "bfloat16")
+    lease = m.lease(0, "key")
+    assert not hasattr(lease, "__cuda_array_interface__")
+    assert not hasattr(lease, "__array_interface__")
+    assert lease.bits().__cuda_array_interface__["typestr"] == "<u2"
+    with pytest.raises(BufferError, match="NumPy cannot view memory of device"):
+        np.asarray(lease)
+    del lease
+    end(m, kv)
+
+
+def test_leases_of_a_device_that_is_not_current(rig, other):
+    """The current device stays what it was."""
+    driver.make_current(0)
+    m = typed_manager(slots=64, device=other, stream=other.create_stream())
+    with m.lease(0, "key", stream=2) as lease:
+        capsule = lease.__dlpack__(stream=1, max_version=(1, 0))
+        assert pages_of(capsule) == (lease.address, (CUDA, 1))
+        foreign = rig.device.create_stream()
+        with pytest.raises(ValueError, match="cuda:1"):
+            lease.__dlpack__(stream=foreign.handle)
+        with pytest.raises(TypeError, match="cuda:0"):
+            rig.device.as_array(lease)
+        del capsule
+    m.shutdown()
+    assert driver.current() == 0
+    driver.make_current(None)
+
+
+def test_memory_stays_mapped_until_the_last_array_is_gone(rig):
+    m, kv = opened_manager(rig)
+    kv.close()
+    before = driver.counts().mappings
+    lease = m.lease(0, "key")
+    taken = from_capsule(lease.__dlpack__(max_version=(1, 0)))
+    with pytest.raises(k.LeaseInUse, match="close"):
+        lease.close()
+    for _ in range(2):
+        with pytest.raises(k.LeaseInUse, match="shutdown: lease 1"):
+            m.shutdown()
+    memory = m._runtime.pools[0][0]
+    with pytest.raises(k.LeaseInUse, match="resize"):
+        memory.resize(0)
+    with pytest.raises(k.LeaseInUse, match="close"):
+        memory.close()
+    assert driver.counts().mappings == before
+    del taken
+    end(m, kv)
+    assert driver.counts().mappings < before
+    del memory, lease
+
+
+def test_under_capture_leases_are_not_handed_over(rig):
+    manager, kv = opened_manager(rig)
+    lease = manager.lease(0, "key")
+    consumer = rig.device.create_stream()
+    driver.switch("capturing", True)
+    for call in (lambda: lease.__dlpack__(stream=consumer.handle), lambda: lease.acquire(consumer)):
+        with pytest.raises(k.StateError, match="captured"):
+            call()
+    driver.switch("capturing", False)
+    lease.close()
+    end(manager, kv)
