@@ -12,8 +12,10 @@ REQUIRED = ("tests.test_architecture", "tests.test_kernel_compile", "tests.test_
 """Test files that must have run, without a skip."""
 
 DATA = (".cu", ".cuh", ".safetensors", ".py", ".typed")
-EXCUSES = re.compile("needs a (second )?GPU|of free device memory|needs the Mooncake traces")
-"""What a machine may lack."""
+EXCUSES = re.compile(
+    "needs a (second )?GPU|of free device memory|needs the Mooncake traces|needs tensorflow"
+)
+"""What a machine may lack. TensorFlow is larger than everything else together."""
 
 
 def skips(report: str) -> list[str]:

@@ -49,7 +49,7 @@ def test_the_sequence_has_pages_apart_and_both_ways_lead_to_them():
 def test_attention_over_pages_equals_the_dense_one(name, tmp_path):
     """In a process of its own, so that no framework meets another's runtime or warnings."""
     if find_spec(name) is None:
-        pytest.skip(f"needs {name} (the examples extra)")
+        pytest.skip(f"needs {name}, see examples/README.md")
     program = COMPARE.format(name=name)
     env = os.environ | {"WARP_CACHE_PATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
