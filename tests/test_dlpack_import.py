@@ -191,9 +191,22 @@ def test_read_only_arrays_are_for_reading():
         with pytest.raises(TypeError, match="values: expected a writable array"):
             DEVICE.as_array(its, writable=True)
     mine = numbers(3)
-    for its in (mine, Interface(mine), Producer(mine), Producer(mine, None)):
+    for its in (mine, Interface(mine), Producer(mine)):
         DEVICE.as_array(its, writable=True)[1] = 9
         assert mine.tolist() == [0, 9, 2]
+    old = Producer(mine, None)  # cannot say whether it may be written
+    assert DEVICE.as_array(old).tolist() == [0, 9, 2]
+    with pytest.raises(TypeError, match="values: expected a writable array"):
+        DEVICE.as_array(old, writable=True)
+
+
+def test_immutable_arrays_of_jax_are_not_written():
+    jax = pytest.importorskip("jax")
+    for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
+        its = jax.numpy.zeros(3, dtype)
+        assert DEVICE.as_array(its).ctypes.data == its.unsafe_buffer_pointer()
+        with pytest.raises(TypeError, match="values: expected a writable array"):
+            DEVICE.as_array(its, writable=True)
 
 
 # -- capsules that are wrong -----------------------------------------------------------------------
