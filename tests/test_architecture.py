@@ -37,7 +37,7 @@ ALLOWED_PACKAGES = {
     "kvcore.demo.train": {"numpy", "safetensors", "torch"},
     "kvcore.cli": {"numpy", "typer", "rich", "safetensors", "matplotlib", "bench"},
     "kvcore.publisher": {"numpy", "zmq", "msgspec"},
-    "kvcore_adapters": {"numpy", "torch", "jax", "transformers"},
+    "kvcore_adapters": {"numpy", "torch", "jax", "transformers", "cupy"},
 }
 """Packages beyond the standard library, by the longest prefix of the module; others have NumPy."""
 

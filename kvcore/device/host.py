@@ -342,10 +342,13 @@ class MetaDevice(HostDevice):
 def _taken(values: Any) -> tuple[NDArray[Any], str]:
     """A view of a foreign array in host memory, and the name of its type."""
     text = "a NumPy array, or one with DLPack, an array interface or a buffer, in host memory"
+    array = None
     try:
-        array = from_buffer(values)
-        shared = array is None and hasattr(values, "__dlpack_device__")
-        if shared and values.__dlpack_device__()[0] in HOST_KINDS:
+        if hasattr(values, "__array_interface__"):
+            array = np.asarray(values)
+        elif not hasattr(values, "__dlpack_device__"):
+            array = from_buffer(values)
+        elif values.__dlpack_device__()[0] in HOST_KINDS:
             view = from_dlpack(values)
             return view.numpy(), view.dtype
     except (BufferError, RuntimeError, ValueError) as error:

@@ -107,7 +107,8 @@ class Exporter:
         ------
         BufferError
             What is asked for can't be expressed: an element type that the version lacks (take
-            `bits()`), a read-only array before version 1, or another device without a copy.
+            `bits()`), a read-only array before version 1, negative strides, or another device
+            without a copy.
         ValueError, TypeError
             An argument is none of the above.
         """
@@ -153,6 +154,11 @@ class Exporter:
         """
         view = self._view
         self._check_type(codes)
+        if any(step < 0 for step in view.normal_strides):
+            raise BufferError(
+                "an array that runs backwards: PyTorch would abort the process; ask for copy=True, "
+                "or take the array interface"
+            )
         if asked != view.device:
             if asked != (CPU, 0) or view.device[0] not in HOST_KINDS:
                 text = f"memory of device {view.device} cannot be shared as {asked}"

@@ -66,7 +66,7 @@ def from_capsule(capsule: object) -> ArrayView:
     if managed is None:
         raise BufferError(f"a DLPack capsule can be used once, and this is none or used: {capsule}")
     foreign = Foreign(managed)  # from here on the deleter is called, whatever happens
-    readonly = False
+    readonly = True  # before version 1 nobody could say, and JAX's arrays must not change
     if isinstance(managed, VersionedTensor):
         if managed.major != VERSION[0]:
             raise BufferError(f"DLPack {managed.major}.{managed.minor} is not understood here")
@@ -157,12 +157,10 @@ def from_interface(
 
 
 def from_buffer(values: Any) -> NDArray[Any] | None:
-    """The NumPy array of an object with an array interface or a buffer; None without either.
+    """The NumPy array of an object with a buffer; None without one.
 
     Never a copy. What NumPy cannot view raises whatever NumPy raises.
     """
-    if hasattr(values, "__array_interface__"):
-        return np.asarray(values)
     try:
         buffer = memoryview(values)
     except TypeError:

@@ -1,0 +1,117 @@
+"""kvcore's memory in any library that speaks DLPack, and arrays of kvcore's under their own type.
+
+`share(lease, from_dlpack)` is a lease as an array of the library whose `from_dlpack` it is::
+
+    with manager.lease(0, "key") as lease:
+        keys = share(lease, xp.from_dlpack)
+
+Libraries that lack an element type get its bits and cast them: that is always said, by `cast=`.
+`produced(device, array, ...)` is the other way for what kvcore made, such as the result of
+`Batch.gather`: an array of NumPy or CuPy as a producer that knows the declared type and makes the
+consumer's stream wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvcore.device.base import Array, Device, Stream
+from kvcore.dlpack.exporter import Exporter, check_no_stream
+from kvcore.dlpack.structs import HOST_KINDS
+from kvcore.errors import wrong
+
+__all__ = ["produced", "share"]
+
+LEGACY = 1
+NO_ORDER = -1
+
+
+def share(
+    lease: Exporter,
+    from_dlpack: Callable[[Any], Any],
+    *,
+    cast: Callable[[Any], Any] | None = None,
+    capsule: bool = False,
+    stream: int | None = None,
+) -> Any:
+    """A lease as an array of another library, of the same memory.
+
+    Parameters
+    ----------
+    lease : Lease
+        Or any producer of kvcore's.
+    from_dlpack : callable
+        The library's: of the array API standard, or with `capsule` an older one that takes what
+        `__dlpack__` returns, such as `tf.experimental.dlpack.from_dlpack`.
+    cast : callable, optional
+        Gives the library the bits, as unsigned integers, and is called with that array to make
+        the element type of it. For types that the library lacks in DLPack.
+    capsule : bool
+        Whether `from_dlpack` takes a capsule. Then it is one from before version 1.
+    stream : int, optional
+        With `capsule`, the stream that such a library works on, in the words of DLPack: these
+        libraries don't say it themselves.
+
+    Returns
+    -------
+    array
+        Of the library. Drop it before the lease is closed.
+
+    Raises
+    ------
+    BufferError
+        The library's DLPack has no such type; or whatever `from_dlpack` raises.
+    """
+    given = lease if cast is None else lease.bits()
+    found = from_dlpack(given.__dlpack__(stream=stream) if capsule else given)
+    return found if cast is None else cast(found)
+
+
+class Produced(Exporter):
+    """An array of a device's own library, with the stream of the work that makes it."""
+
+    def __init__(self, device: Device, array: Array, stream: Stream, dtype: str | None) -> None:
+        super().__init__(device.describe(array, dtype))
+        self._device, self._stream, self._array = device, stream, array
+
+    def bits(self) -> Produced:
+        """The same memory as unsigned integers."""
+        return Produced(self._device, self._device.view(self.view), self._stream, None)
+
+    def _hand_over(self, stream: object) -> None:
+        if self.view.device[0] in HOST_KINDS:
+            check_no_stream(stream)
+        elif stream != NO_ORDER:
+            if stream == 0:
+                raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream)
+            on = self._device.stream(LEGACY if stream is None else stream)
+            if on is not self._stream:
+                on.wait(self._stream.record())
+
+
+def produced(
+    device: Device, array: Array, *, stream: object = None, dtype: str | None = None
+) -> Exporter:
+    """An array that kvcore made, as a producer for any library.
+
+    Parameters
+    ----------
+    device : Device
+        `manager.device`.
+    array : array
+        A NumPy or CuPy array on it.
+    stream : optional
+        Where the work that makes it was enqueued. Consumers' streams wait for it.
+    dtype : str, optional
+        What its bits are, where NumPy lacks the type: "bfloat16" of a uint16 array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvcore.device import open_device
+    >>> gathered = np.arange(4, dtype=np.uint16)
+    >>> produced(open_device("host"), gathered, dtype="bfloat16").dtype
+    'bfloat16'
+    """
+    return Produced(device, array, device.stream(stream), dtype)
