@@ -22,6 +22,7 @@ SUITES = {
     "kernels": ("bench.kernels", "bench.formats"),
     "streams": ("bench.streams", "bench.decode_cuda"),
     "beams": ("bench.beams",),
+    "interop": ("bench.interop",),
 }
 NEED_GPU = {"kernels", "streams", "beams"}
 

@@ -75,7 +75,7 @@ fi
 for chosen in "${steps[@]}"; do
     case $chosen in
     tests) step tests "$python" -m pytest -p no:cacheprovider tests/gpu ;;
-    bench) step bench "$python" -m bench kernels streams beams control import --json "$out/$name.json" ;;
+    bench) step bench "$python" -m bench kernels streams beams interop control import --json "$out/$name.json" ;;
     demo)
         # shellcheck disable=SC2016
         step demo bash -o pipefail -c '"$0" -m kvcore.cli demo --device cuda --json | tee "$1"' \
