@@ -32,6 +32,7 @@ import numpy as np
 import kvcore as k
 from kvcore.dlpack.exporter import Exporter
 from kvcore.dlpack.structs import CUDA, HOST_KINDS
+from kvcore.dlpack.view import ArrayView
 from kvcore.errors import wrong
 
 __all__ = ["JaxPools", "array"]
@@ -75,19 +76,31 @@ def array(lease: Exporter) -> Any:
         aligned; or has no such layout: float4 (take `lease.bits()`).
     """
     view = lease.view
+    try:
+        found = jax.numpy.from_dlpack(_Given(lease))
+    except Exception as error:
+        reason = _refusal(view)
+        if reason is None:
+            raise
+        raise BufferError(reason) from error
+    if view.size and found.unsafe_buffer_pointer() != view.address:
+        text = "JAX made a copy, which would never see what kvcore writes"
+        raise BufferError(_refusal(view) or text)
+    return found
+
+
+def _refusal(view: ArrayView) -> str | None:
+    """Why JAX can't share a view. Asked when it did not: the answer takes longer than a lease."""
     if not view.is_contiguous:
         text = f"shape {view.shape} with strides {view.strides}"
-        raise BufferError(f"JAX takes no gaps: {text}; lease the pool with layer_group=")
+        return f"JAX takes no gaps: {text}; lease the pool with layer_group="
     if view.dtype.endswith("64") and not jax.config.jax_enable_x64:
-        raise BufferError(f"JAX would convert {view.dtype} unless jax_enable_x64 is on")
+        return f"JAX would convert {view.dtype} unless jax_enable_x64 is on"
     if view.dtype.startswith("float4"):
-        raise BufferError("JAX has no packed float4; take lease.bits() and unpack inside jit")
+        return "JAX has no packed float4; take lease.bits() and unpack inside jit"
     if view.size and view.device[0] in HOST_KINDS and view.address % ALIGNMENT:
-        raise BufferError(f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}")
-    found = jax.numpy.from_dlpack(_Given(lease))
-    if view.size and found.unsafe_buffer_pointer() != view.address:
-        raise BufferError("JAX made a copy, which would never see what kvcore writes")
-    return found
+        return f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}"
+    return None
 
 
 class JaxPools:
