@@ -83,7 +83,8 @@ def array(lease: Exporter) -> Any:
         if reason is None:
             raise
         raise BufferError(reason) from error
-    if view.size and found.unsafe_buffer_pointer() != view.address:
+    moved = view.size and found.unsafe_buffer_pointer() != view.address
+    if moved or found.dtype.name != view.dtype:
         text = "JAX made a copy, which would never see what kvcore writes"
         raise BufferError(_refusal(view) or text)
     return found
