@@ -19,6 +19,7 @@ SUITES = {
     "prefix": ("bench.prefix",),
     "import": ("bench.imports",),
     "replay": ("bench.replay",),
+    "interop": ("bench.interop",),
     "kernels": ("bench.kernels",),
     "streams": ("bench.streams", "bench.decode_cuda"),
     "beams": ("bench.beams",),

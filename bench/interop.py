@@ -1,0 +1,88 @@
+"""What a lease costs on the host until another library has its array, and gave it back.
+
+On a GPU where there is one, else on the host device. A library that is missing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+import kvcore as k
+from bench.harness import Case, Result, measure
+
+BAR = 20.0  # microseconds
+CALLS = 1_008
+
+
+def open_manager() -> k.KVCacheManager:
+    """32 layers of 8 heads of 128 in bfloat16, a few slots."""
+    size, shape = 16 * 8 * 128 * 2, (8, 128)
+    buffers = [
+        k.BufferConfig(role=role, size=size, dtype="bfloat16", shape=shape)
+        for role in ("key", "value")
+    ]
+    layers = [k.AttentionLayerConfig(layer_id=i, buffers=buffers) for i in range(32)]
+    tiers = [k.GpuCacheTierConfig(quota=256 << 20)]
+    config = k.KVCacheManagerConfig(tokens_per_block=16, cache_tiers=tiers, layers=layers)
+    return k.KVCacheManager(config)
+
+
+def own_array(manager: k.KVCacheManager) -> Any:
+    """An array of the device's own library, of as many axes."""
+    return manager.device.empty((8, 16, 8, 128), np.float16)
+
+
+def bench_torch() -> Iterator[Case | Result]:
+    if find_spec("torch") is None:
+        return
+    import torch
+
+    manager = open_manager()
+    if manager.device.kind == "cuda" and not torch.cuda.is_available():
+        return
+    own, lease = own_array(manager), manager.lease(0, "key")
+    kind = manager.device.kind
+    calls = {
+        "lease, torch's import, drop": lambda: _taken(torch.from_dlpack, manager),
+        "torch's import of an open lease, drop": lambda: bool(torch.from_dlpack(lease).dim()),
+    }
+    for name, call in calls.items():
+        yield Case(
+            name=f"{name} ({kind})",
+            fn=call,
+            rival=lambda: bool(torch.from_dlpack(own).dim()),
+            against=f"torch's import of {type(own).__module__.partition('.')[0]}'s array",
+            bar=BAR,
+            calls=CALLS,
+        )
+
+
+def _taken(from_dlpack: Callable[[Any], Any], manager: k.KVCacheManager) -> bool:
+    return bool(from_dlpack(manager.lease(0, "key")).dim())
+
+
+def bench_jax() -> Iterator[Result]:
+    if find_spec("jax") is None:
+        return
+    import jax
+
+    manager = open_manager()
+    kind = manager.device.kind
+    if kind == "cuda" and jax.default_backend() != "gpu":
+        return
+    own, take = own_array(manager), jax.numpy.from_dlpack
+    ours = measure(lambda: bool(take(manager.lease(layer_group=0)).ndim), calls=CALLS, warmup=32)
+    rival = measure(lambda: bool(take(own).ndim), calls=CALLS, warmup=32)
+    above = ours.median - rival.median
+    yield Result(
+        name=f"lease, JAX's import, drop, above JAX's import of an own array ({kind})",
+        value=above,
+        unit="µs",
+        bar=BAR,
+        ok=above <= BAR,
+        meta={"ours_us": ours.median, "rival_us": rival.median, "calls": ours.n},
+    )
