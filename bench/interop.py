@@ -1,114 +1,88 @@
-"""What it costs the host to lend pages: lease, import, drop, end. On the GPU if there is one.
+"""What a lease costs on the host until another library has its array, and gave it back.
 
-The rival of JAX's import is its own of an array that another library holds: CuPy's on a GPU,
-NumPy's on the host. Torch's is `torch.from_dlpack` of such an array.
-
-    python -m bench interop
+On a GPU where there is one, else on the host device. A library that is missing is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 import kvcore as k
-from bench.harness import Case
-from kvcore.device import open_device
+from bench.harness import Case, Result, measure
 
-T = 16
-TORCH_BAR, JAX_MORE = 20.0, 20.0
-
-
-def _manager(device: Any) -> k.KVCacheManager:
-    like = {"size": T * 8 * 128 * 4, "dtype": "float32", "shape": (8, 128), "layout": "NHD"}
-    buffers = [k.BufferConfig(role=role, **like) for role in ("key", "value")]
-    config = k.KVCacheManagerConfig(
-        tokens_per_block=T,
-        cache_tiers=[k.GpuCacheTierConfig(quota=256 << 20)],
-        layers=[k.AttentionLayerConfig(layer_id=i, buffers=buffers) for i in range(4)],
-    )
-    stream = device.create_stream() if device.kind == "cuda" else None
-    return k.KVCacheManager(config, device=device, stream=stream)
+BAR = 20.0  # microseconds
+CALLS = 1_008
 
 
-def _where(device: Any) -> str:
-    return "a GPU" if device.kind == "cuda" else "the host"
+def open_manager() -> k.KVCacheManager:
+    """32 layers of 8 heads of 128 in bfloat16, a few slots."""
+    size, shape = 16 * 8 * 128 * 2, (8, 128)
+    buffers = [
+        k.BufferConfig(role=role, size=size, dtype="bfloat16", shape=shape)
+        for role in ("key", "value")
+    ]
+    layers = [k.AttentionLayerConfig(layer_id=i, buffers=buffers) for i in range(32)]
+    tiers = [k.GpuCacheTierConfig(quota=256 << 20)]
+    config = k.KVCacheManagerConfig(tokens_per_block=16, cache_tiers=tiers, layers=layers)
+    return k.KVCacheManager(config)
 
 
-def _foreign(device: Any) -> Any:
-    """An array of the same size that is not kvcore's."""
-    shape = 4_096, 1_024
-    if device.kind != "cuda":
-        return device.empty(shape, np.float32)
-    import cupy
-
-    return cupy.zeros(shape, np.float32)
+def own_array(manager: k.KVCacheManager) -> Any:
+    """An array of the device's own library, of as many axes."""
+    return manager.device.empty((8, 16, 8, 128), np.float16)
 
 
-def bench_torch() -> Iterator[Case]:
-    """A lease of one buffer as a tensor, dropped, and its end."""
+def bench_torch() -> Iterator[Case | Result]:
     if find_spec("torch") is None:
-        print("\ntorch: left out, it is not installed")
         return
     import torch
-    from kvcore_adapters.for_torch import tensor
 
-    device = open_device("auto")
-    if device.kind == "cuda" and not torch.cuda.is_available():
-        device = open_device("host")
-    manager, theirs = _manager(device), _foreign(device)
-
-    def ours() -> None:
-        lease = manager.lease(1, "key")
-        tensor(lease)
-        lease.close()
-
-    def rival() -> None:
-        torch.from_dlpack(theirs)
-
-    yield Case(
-        name=f"host: lease, torch's import and the drop, on {_where(device)}",
-        fn=ours,
-        rival=rival,
-        against="torch's import of CuPy's or NumPy's",
-        bar=TORCH_BAR,
-        close=manager.shutdown,
-    )
+    manager = open_manager()
+    if manager.device.kind == "cuda" and not torch.cuda.is_available():
+        return
+    own, lease = own_array(manager), manager.lease(0, "key")
+    kind = manager.device.kind
+    calls = {
+        "lease, torch's import, drop": lambda: _taken(torch.from_dlpack, manager),
+        "torch's import of an open lease, drop": lambda: bool(torch.from_dlpack(lease).dim()),
+    }
+    for name, call in calls.items():
+        yield Case(
+            name=f"{name} ({kind})",
+            fn=call,
+            rival=lambda: bool(torch.from_dlpack(own).dim()),
+            against=f"torch's import of {type(own).__module__.partition('.')[0]}'s array",
+            bar=BAR,
+            calls=CALLS,
+        )
 
 
-def bench_jax() -> Iterator[Case]:
-    """A lease of a whole pool as a JAX array, dropped, and its end."""
+def _taken(from_dlpack: Callable[[Any], Any], manager: k.KVCacheManager) -> bool:
+    return bool(from_dlpack(manager.lease(0, "key")).dim())
+
+
+def bench_jax() -> Iterator[Result]:
     if find_spec("jax") is None:
-        print("\njax: left out, it is not installed")
         return
     import jax
-    from kvcore_adapters.for_jax import array
 
-    from bench.harness import measure
-
-    device = open_device("auto")
-    if device.kind == "cuda" and jax.default_backend() != "gpu":
-        device = open_device("host")
-    manager, theirs = _manager(device), _foreign(device)
-
-    def ours() -> None:
-        lease = manager.lease(layer_group=0)
-        array(lease)
-        lease.close()
-
-    def rival() -> None:
-        jax.numpy.from_dlpack(theirs)
-
-    alone = measure(rival, calls=1_000, warmup=100).median
-    yield Case(
-        name=f"host: lease, JAX's import and the drop, on {_where(device)}",
-        fn=ours,
-        rival=rival,
-        against="JAX's import of CuPy's or NumPy's",
-        bar=alone + JAX_MORE,
-        meta={"more than JAX alone": JAX_MORE},
-        close=manager.shutdown,
+    manager = open_manager()
+    kind = manager.device.kind
+    if kind == "cuda" and jax.default_backend() != "gpu":
+        return
+    own, take = own_array(manager), jax.numpy.from_dlpack
+    ours = measure(lambda: bool(take(manager.lease(layer_group=0)).ndim), calls=CALLS, warmup=32)
+    rival = measure(lambda: bool(take(own).ndim), calls=CALLS, warmup=32)
+    above = ours.median - rival.median
+    yield Result(
+        name=f"lease, JAX's import, drop, above JAX's import of an own array ({kind})",
+        value=above,
+        unit="µs",
+        bar=BAR,
+        ok=above <= BAR,
+        meta={"ours_us": ours.median, "rival_us": rival.median, "calls": ours.n},
     )

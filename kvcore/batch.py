@@ -211,7 +211,9 @@ class Batch(BeamBatch, Formats):
         buffers : mapping of role to array
             `[N, H, D]` for one layer, `[L, N, H, D]` for several, on this device; any strides,
             items of the declared size. N is `num_tokens`, or `max_tokens` under a graph. `[N, D]`
-            where the declared shape is `(D,)`.
+            where the declared shape is `(D,)`. Of other libraries by DLPack, array interface or
+            buffer: bfloat16, float8 and float4 must be the declared type, and `stream` waits for
+            what their producer has enqueued, except under capture.
         stream : optional
             Default: `prepare`'s.
 
@@ -219,6 +221,8 @@ class Batch(BeamBatch, Formats):
         ------
         ValueError
             Shapes differ, or the roles' declarations do.
+        TypeError
+            An array of another device, of an item size or type that is not the declared one.
         """
         on, usual = self._on(stream), self._usual
         if usual is not None and usual.fits(layers, buffers, self.num_tokens):

@@ -28,8 +28,11 @@ class LeaseEntry:
     `idle`, and the manager's next call hands its pages back.
     """
 
-    def __init__(self, name: str, memory: Memory, end: int, idle: deque[LeaseEntry]) -> None:
-        self.name, self.memory = name, memory
+    def __init__(
+        self, number: int, part: str, memory: Memory, end: int, idle: deque[LeaseEntry]
+    ) -> None:
+        self.memory = memory
+        self._number, self._part = number, part
         self.streams: list[Stream] = []
         """Of consumers, since their work was last handed back."""
         self.closed = False
@@ -42,6 +45,11 @@ class LeaseEntry:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"lease {self._number} of {self._part}"
 
     @property
     def num_uses(self) -> int:
@@ -111,10 +119,10 @@ class LeaseBook:
     def __bool__(self) -> bool:
         return any(memory.holds for memory in self._memories())
 
-    def new(self, name: str, memory: Memory, end: int) -> LeaseEntry:
+    def new(self, part: str, memory: Memory, end: int) -> LeaseEntry:
         """An entry on the first `end` bytes of a memory."""
         self._count += 1
-        return LeaseEntry(f"lease {self._count} of {name}", memory, end, self.idle)
+        return LeaseEntry(self._count, part, memory, end, self.idle)
 
     def known_part(self, key: Hashable) -> Leasable | None:
         """What was leased before under the same arguments."""

@@ -218,8 +218,8 @@ class LeaseCalls:
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            slots = tuple(table.capacity for table in runtime.control.slots)
-            key = layer, role, layer_group, pool, pages, bool(readonly), slots
+            slots = [table.capacity for table in runtime.control.slots]
+            key = layer, role, layer_group, pool, pages, readonly, *slots
             part = runtime.leases.known_part(key)
             if part is None:
                 part = self._part(layer, role, layer_group, pool, pages)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with others
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 # Fixed seeds: a red run is red again. `HYPOTHESIS_PROFILE=explore` looks for new examples instead.

@@ -220,7 +220,7 @@ def foreign(framework: str, dtype: str, layout: Layout) -> tuple[Any, Any] | Non
         if layout.cut is not whole or dtype.endswith("64") or dtype.startswith("float4"):
             return None
         kind = getattr(jax.numpy, dtype if dtype != "bool" else "bool_")
-        its = jax.numpy.asarray(bits.view(np.dtype(kind)))
+        its = jax.device_put(bits.view(np.dtype(kind)), jax.devices("cpu")[0])
     return its, bits_of(its)
 
 

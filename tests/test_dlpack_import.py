@@ -108,7 +108,8 @@ def test_any_layout_of_a_framework_is_taken_as_it_is(library):
             assert not its.numel() or found.ctypes.data == its.data_ptr()
             np.testing.assert_array_equal(found, its.numpy())
         return
-    for its in (module.numpy.asarray(whole), module.numpy.asarray(whole).T, module.numpy.zeros(())):
+    mine = module.device_put(whole, module.devices("cpu")[0])
+    for its in (mine, mine.T, mine.sum()):
         np.testing.assert_array_equal(DEVICE.as_array(its), np.asarray(its))
 
 
@@ -213,7 +214,7 @@ def test_read_only_arrays_are_for_reading():
 def test_immutable_arrays_of_jax_are_not_written():
     jax = pytest.importorskip("jax")
     for dtype in (jax.numpy.float32, jax.numpy.bfloat16):
-        its = jax.numpy.zeros(3, dtype)
+        its = jax.device_put(jax.numpy.zeros(3, dtype), jax.devices("cpu")[0])
         assert DEVICE.as_array(its).ctypes.data == its.unsafe_buffer_pointer()
         with pytest.raises(TypeError, match="values: expected a writable array"):
             DEVICE.as_array(its, writable=True)

@@ -17,6 +17,14 @@ import jax.numpy as jnp  # noqa: E402 - needs jax
 from kvcore_adapters.for_jax import JaxPools, array  # noqa: E402
 
 H, D, T = 2, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def on_the_host():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 WIDE = {name for name in DTYPE_BITS if name.endswith("64")}
 
 

@@ -1,4 +1,4 @@
-"""Leases as PyTorch tensors, and the pools of a manager: see `kvcore_adapters.for_torch`."""
+"""Leases as tensors, and every pool of a manager as one. Import these names from `for_torch`."""
 
 from __future__ import annotations
 

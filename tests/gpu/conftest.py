@@ -42,3 +42,25 @@ def rig(device):
     rig = Rig(device, device.create_stream())
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def few_pages(device, monkeypatch):
+    """Pools of the size that is asked for, not of whole grains."""
+    monkeypatch.setattr(device, "grain", lambda quota: 4096)
+
+
+@pytest.fixture
+def scene(rig, few_pages):
+    """Makes managers whose pages are shared; shuts them down in the end."""
+    from tests.gpu.sharing import Scene
+
+    made = []
+
+    def make(**settings):
+        made.append(Scene(rig, **settings))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
