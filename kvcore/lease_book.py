@@ -35,8 +35,12 @@ class LeaseEntry:
         self._number, self._part = number, part
         self.streams: list[Stream] = []
         """Of consumers, since their work was last handed back."""
+        self.acquired: set[Stream] = set()
+        """Those of them that the caller named himself, and so orders."""
         self.closed = False
         """Whether nothing more is handed over."""
+        self.waits = False
+        """Whether it is among the idle."""
         self._uses: set[object] = set()  # arrays that tell when they are dropped
         self._viewers: set[object] = set()  # objects that lend their own life to arrays
         self._idle = idle
@@ -56,23 +60,38 @@ class LeaseEntry:
         """Arrays that consumers still hold."""
         return len(self._uses)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether consumers may still enqueue work on the memory."""
+        return bool(self._uses or self._viewers)
+
     def follow(self, lease: object) -> None:
         """Closes when `lease` is dropped."""
         self._lease = weakref.ref(lease, lambda _: self.close())
 
     def use(self) -> Callable[[], None]:
-        """Counts one more array; what has to be called when it is dropped."""
+        """Counts one more array; what has to be called when it is dropped.
+
+        As the others that count, raises `StateError` once closed.
+        """
         token = object()
-        self._uses.add(token)
+        self._count(self._uses, token)
         return lambda: self._drop(self._uses, token)
 
     def use_while(self, window: object) -> None:
         """Counts one more array, which is dropped together with `window`."""
-        self._uses.add(weakref.ref(window, lambda one: self._drop(self._uses, one)))
+        self._count(self._uses, weakref.ref(window, lambda one: self._drop(self._uses, one)))
 
     def view(self, viewer: object) -> None:
         """Counts `viewer` as long as it lives: arrays that hold it tell nobody else."""
-        self._viewers.add(weakref.ref(viewer, lambda one: self._drop(self._viewers, one)))
+        self._count(self._viewers, weakref.ref(viewer, lambda one: self._drop(self._viewers, one)))
+
+    def _count(self, users: set[object], one: object) -> None:
+        """First counts and then looks: `close`, in another thread, does it the other way round."""
+        users.add(one)
+        if self.closed:
+            self._drop(users, one)
+            self.refuse_closed()
 
     def _drop(self, users: set[object], one: object) -> None:
         users.discard(one)
@@ -85,9 +104,10 @@ class LeaseEntry:
 
     def settle(self) -> None:
         """Lets go of the memory where nobody uses it any more. In any thread; idempotent."""
-        if self._uses or self._viewers:
+        if self.in_use:
             return
-        if self.streams:
+        if self.streams and not self.waits:
+            self.waits = True
             self._idle.append(self)
         if self.closed:
             self.memory.holds.remove(self)
@@ -138,8 +158,11 @@ class LeaseBook:
         self._parts[key] = part
         return part
 
-    def hand_over(self, entry: LeaseEntry, stream: Stream) -> None:
-        """Later work of `stream` comes after all that was enqueued on pages and tables so far."""
+    def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool = False) -> None:
+        """Later work of `stream` comes after all that was enqueued on pages and tables so far.
+
+        `named` where the caller says which stream that is, and not a library.
+        """
         runtime = self._runtime
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
@@ -148,24 +171,34 @@ class LeaseBook:
             runtime.tables.order_behind_last(stream)
         if stream not in entry.streams:
             entry.streams.append(stream)
+        if named:
+            entry.acquired.add(stream)
 
-    def hand_back(self, entry: LeaseEntry, streams: list[Stream]) -> None:
-        """All later work on pages comes after what was enqueued on `streams` so far."""
+    def hand_back(self, entry: LeaseEntry, streams: list[Stream], *, forget: bool = True) -> None:
+        """All later work on pages comes after what was enqueued on `streams` so far.
+
+        Without `forget` they are handed back once more when the last consumer is gone.
+        """
         if any(not self._runtime.streams.alone(stream) for stream in streams):
             self._refuse_capture(streams)
         for stream in streams:
             self._runtime.streams.hand_back(stream)
-            if stream in entry.streams:
+            if forget and stream in entry.streams:
                 entry.streams.remove(stream)
+                entry.acquired.discard(stream)
 
     def take_back(self) -> None:
-        """Hands back what nobody uses any more; later, where a graph is being captured."""
+        """Hands back what nobody uses any more; later, where a graph is being captured.
+
+        What was taken anew since then may still be worked on: its streams are not forgotten.
+        """
         for _ in range(len(self.idle)):
             entry = self.idle.popleft()
             if self._captured(entry.streams):
                 self.idle.append(entry)
             else:
-                self.hand_back(entry, list(entry.streams))
+                entry.waits = False
+                self.hand_back(entry, list(entry.streams), forget=not entry.in_use)
 
     def _captured(self, streams: list[Stream]) -> Stream | None:
         """A stream that a graph is being captured from, of those that would wait or be awaited."""

@@ -69,15 +69,15 @@ class LeasedArray(Exporter):
         """CUDA's array interface, of memory of a GPU and types that NumPy has.
 
         Its stream is the legacy default one, which comes after kvcore's work, for the consumer to
-        wait for; none, once the lease was handed over to a stream by `stream=` or `acquire`.
+        wait for; none, while the lease is handed over to a stream by `stream=` or `acquire`.
         """
         if self._view.device[0] != CUDA or self._view.dtype in UNKNOWN_TO_NUMPY:
             raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
         self._entry.refuse_closed()
-        ordered = bool(self._entry.streams)
+        self._entry.view(self)
+        ordered = bool(self._entry.acquired)
         if not ordered:
             self._hand_over(None)
-        self._entry.view(self)
         return self._view.interface() | {"stream": None if ordered else LEGACY}
 
     def _hand_over(self, stream: object) -> None:
@@ -117,6 +117,7 @@ class LeasedArray(Exporter):
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
         book = self._runtime.leases
         with self._runtime.lock:
+            known = on in self._entry.streams  # of a consumer that may be at work there
             book.hand_over(self._entry, on)
             array: Any
             if asked == (CPU, 0):
@@ -124,7 +125,7 @@ class LeasedArray(Exporter):
             else:
                 array = device.empty(source.shape, source.dtype)
                 device.copy(source, array, stream=on)
-            book.hand_back(self._entry, [on])
+            book.hand_back(self._entry, [on], forget=not known)
         return view_of(array, lacking) if asked == (CPU, 0) else device.describe(array, lacking)
 
 

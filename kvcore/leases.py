@@ -105,7 +105,7 @@ class Lease(LeasedArray):
         self._entry.refuse_closed()
         with runtime.lock:
             runtime.enter()
-            runtime.leases.hand_over(self._entry, runtime.device.stream(stream))
+            runtime.leases.hand_over(self._entry, runtime.device.stream(stream), named=True)
 
     def release(self, stream: object = None) -> None:
         """Later work of kvcore comes after everything `stream` has enqueued so far.
@@ -156,7 +156,7 @@ class Lease(LeasedArray):
             more = [] if stream is None else [runtime.device.stream(stream)]
             if not entry.num_uses:
                 more += [other for other in entry.streams if other not in more]
-            runtime.leases.hand_back(entry, more)
+            runtime.leases.hand_back(entry, more, forget=not entry.in_use)
             entry.close()
 
 
@@ -261,5 +261,5 @@ class LeaseCalls:
         on = None if stream is None else runtime.device.stream(stream)
         lease = Lease(runtime, part)
         if on is not None:
-            runtime.leases.hand_over(lease._entry, on)
+            runtime.leases.hand_over(lease._entry, on, named=True)
         return lease

@@ -186,6 +186,20 @@ def a_failed_close_hands_back_when_the_last_array_is_dropped(seed: int) -> bool:
     return s.saw(5)
 
 
+def an_array_taken_after_another_was_dropped_hands_back(seed: int) -> bool:
+    """The manager's call between the two has put things in order for the first one only."""
+    s = Scene(seed)
+    lease = s.m.lease(0, "key", stream=s.consumer)
+    first = np.from_dlpack(lease)
+    del first
+    second = np.from_dlpack(lease)
+    s.m.get_storage_statistics()
+    s.write(*row(s.a), 5)
+    del second
+    s.seen.append(s.gather())
+    return s.saw(5) and lease.is_open
+
+
 def a_page_is_not_overwritten_while_it_is_read(seed: int) -> bool:
     """By a sequence on a stream that kvcore sees for the first time."""
     s = Scene(seed, slots=1)
@@ -246,6 +260,7 @@ SCENES = [
     the_last_array_hands_back,
     the_last_array_hands_back_inside_a_step,
     a_failed_close_hands_back_when_the_last_array_is_dropped,
+    an_array_taken_after_another_was_dropped_hands_back,
     a_page_is_not_overwritten_while_it_is_read,
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
@@ -288,6 +303,7 @@ BROKEN = {
         (the_last_array_hands_back, "take_back"),
         (the_last_array_hands_back_inside_a_step, "take_back"),
         (a_failed_close_hands_back_when_the_last_array_is_dropped, "take_back"),
+        (an_array_taken_after_another_was_dropped_hands_back, "take_back"),
         (a_page_is_not_overwritten_while_it_is_read, "hand_back"),
         (a_page_that_was_freed_before_is_not_overwritten_either, "new streams"),
         (a_second_consumer_sees_what_the_first_wrote, "hand_back"),
@@ -315,6 +331,19 @@ def test_nothing_waits_on_the_host():
     gate.open()
     s.device.drain()
     assert s.m.get_pages(0, "key")[row(s.a)[0]].min() == 1
+
+
+def test_dropping_many_arrays_leaves_one_thing_to_do():
+    s = Scene(7)
+    lease = s.m.lease(0, "key", stream=s.consumer)
+    for _ in range(100):
+        np.from_dlpack(lease)
+    assert len(s.m._runtime.leases.idle) == 1
+    s.m.get_storage_statistics()
+    assert not s.m._runtime.leases.idle
+    lease.acquire(s.consumer)
+    np.from_dlpack(lease)
+    assert len(s.m._runtime.leases.idle) == 1
 
 
 def test_synchronize_is_for_the_host():

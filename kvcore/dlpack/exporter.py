@@ -138,9 +138,9 @@ class Exporter:
         return self._given(known, stream)
 
     def _given(self, known: Pattern, stream: int | None) -> Any:
-        self._hand_over(stream)
         release = self._hold()
         try:
+            self._hand_over(stream)
             return exports().capsule(known, release)
         except BaseException:
             if release is not None:

@@ -255,13 +255,33 @@ def test_copies_go_to_the_device_or_the_host(rig, dtype, place):
     end(m, kv)
 
 
+def test_a_copy_leaves_the_streams_of_those_who_share(rig):
+    """Who holds an array may go on working on the stream that the copy was made on."""
+    m, kv = opened_manager(rig)
+    lease, consumer = m.lease(0, "key"), rig.device.create_stream()
+    for place in ((CUDA, 0), (CPU, 0)):
+        capsule = lease.__dlpack__(stream=consumer.handle)
+        lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=place)
+        assert lease._entry.streams == [consumer]
+        del capsule
+        m.get_storage_statistics()
+        assert not lease._entry.streams
+        lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=place)
+        assert not lease._entry.streams
+    lease.close()
+    end(m, kv)
+
+
 def test_the_array_interface_names_a_stream_or_none(rig, orders):
     manager, kv = opened_manager(rig)
-    lease = manager.lease(0, "key")
-    orders.clear()
-    interface = lease.__cuda_array_interface__
-    assert (interface["stream"], interface["data"]) == (1, (lease.address, False))
-    assert orders == [(1, rig.stream.handle)]
+    lease, consumer = manager.lease(0, "key"), rig.device.create_stream()
+    capsule = lease.__dlpack__(stream=consumer.handle)  # one consumer's stream is not another's
+    for _ in range(2):
+        orders.clear()
+        interface = lease.__cuda_array_interface__
+        assert (interface["stream"], interface["data"]) == (1, (lease.address, False))
+        assert orders == [(1, rig.stream.handle)]
+    del capsule
     ordered = manager.lease(0, "value", stream=rig.stream, readonly=True)
     interface = ordered.__cuda_array_interface__
     assert (interface["stream"], interface["data"][1]) == (None, True)
