@@ -166,7 +166,7 @@ class LeaseBook:
         runtime = self._runtime
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
-        runtime.streams.hand_over(stream)
+            runtime.streams.hand_over(stream)
         if runtime.tables is not None:
             runtime.tables.order_behind_last(stream)
         if stream not in entry.streams:
@@ -181,6 +181,9 @@ class LeaseBook:
         """
         if any(not self._runtime.streams.alone(stream) for stream in streams):
             self._refuse_capture(streams)
+        self._hand_back(entry, streams, forget)
+
+    def _hand_back(self, entry: LeaseEntry, streams: list[Stream], forget: bool) -> None:
         for stream in streams:
             self._runtime.streams.hand_back(stream)
             if forget and stream in entry.streams:
@@ -198,7 +201,7 @@ class LeaseBook:
                 self.idle.append(entry)
             else:
                 entry.waits = False
-                self.hand_back(entry, list(entry.streams), forget=not entry.in_use)
+                self._hand_back(entry, list(entry.streams), not entry.in_use)
 
     def _captured(self, streams: list[Stream]) -> Stream | None:
         """A stream that a graph is being captured from, of those that would wait or be awaited."""

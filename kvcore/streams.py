@@ -146,12 +146,14 @@ class Streams:
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
-        return not self._behind and not self._fences and self.working() in ([stream], [])
+        if self._behind or self._fences:
+            return False
+        return all(other is stream for other in self.working())
 
     def working(self) -> list[Stream]:
         """The streams that sequences are bound or lent to."""
-        found = dict.fromkeys(stream for stream in self._known if stream is not None)
-        return list(found | dict.fromkeys(self._lent.values()))
+        known = [stream for stream in self._known if stream is not None]
+        return known if not self._lent else list(dict.fromkeys([*known, *self._lent.values()]))
 
     def _wait_behind(self, stream: Stream) -> None:
         for other, event in self._behind:

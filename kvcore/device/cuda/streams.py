@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Final
 
 from cuda.bindings import driver
-from cuda.bindings.driver import cuEventQuery
+from cuda.bindings.driver import cuCtxGetCurrent, cuEventQuery, cuEventRecord
 from cuda.core import Stream as CoreStream
 
 from kvcore.device.base import Event
@@ -121,8 +121,15 @@ class CudaStream:
             native = self.events.pop()
         except IndexError:
             native = None
-        if native is None or self._ambient:
-            return CudaEvent(self._record_in_context(native), self)
+        if native is None:
+            return CudaEvent(self._record_in_context(None), self)
+        if self._ambient:
+            if cuCtxGetCurrent()[1] != self.context.handle:
+                return CudaEvent(self._record_in_context(native), self)
+            error = cuEventRecord(native.handle, self.native)[0]
+            if error:
+                raise failure("cuEventRecord", int(error))
+            return CudaEvent(native, self)
         try:
             self._core.record(native)
         except Exception:  # a driver that wants the context current, or an error to name
