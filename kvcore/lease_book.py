@@ -34,7 +34,9 @@ class LeaseEntry:
         self.memory = memory
         self._number, self._part = number, part
         self.streams: list[Stream] = []
-        """Of consumers, since their work was last handed back."""
+        """Of consumers, since their work was last handed back, and `given`."""
+        self.given: Stream | None = None
+        """The stream that the lease was taken for: handed back as long as the lease is open."""
         self.closed = False
         """Whether nothing more is handed over."""
         self._uses: set[object] = set()  # arrays that tell when they are dropped
@@ -141,6 +143,8 @@ class LeaseBook:
     def hand_over(self, entry: LeaseEntry, stream: Stream) -> None:
         """Later work of `stream` comes after all that was enqueued on pages and tables so far."""
         runtime = self._runtime
+        if self.idle:  # what other consumers did comes first
+            self.take_back()
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
         runtime.streams.hand_over(stream)
@@ -155,7 +159,7 @@ class LeaseBook:
             self._refuse_capture(streams)
         for stream in streams:
             self._runtime.streams.hand_back(stream)
-            if stream in entry.streams:
+            if stream in entry.streams and (entry.closed or stream is not entry.given):
                 entry.streams.remove(stream)
 
     def take_back(self) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 
 LEGACY: Final = 1
+DEFAULT: Final = (0, LEGACY)
 NO_ORDER: Final = -1
 
 
@@ -74,7 +75,7 @@ class LeasedArray(Exporter):
         if self._view.device[0] != CUDA or self._view.dtype in UNKNOWN_TO_NUMPY:
             raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
         self._entry.refuse_closed()
-        ordered = bool(self._entry.streams)
+        ordered = any(stream.handle not in DEFAULT for stream in self._entry.streams)
         if not ordered:
             self._hand_over(None)
         self._entry.view(self)
@@ -115,17 +116,18 @@ class LeasedArray(Exporter):
         on = self._stream_of(stream) or device.stream(LEGACY)
         source = device.view(own)
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
-        book = self._runtime.leases
-        with self._runtime.lock:
+        book, lock = self._runtime.leases, self._runtime.lock
+        with lock:
             book.hand_over(self._entry, on)
-            array: Any
-            if asked == (CPU, 0):
-                array = device.to_host(source, stream=on)
-            else:
-                array = device.empty(source.shape, source.dtype)
-                device.copy(source, array, stream=on)
+        if asked == (CPU, 0):
+            copied = view_of(device.to_host(source, stream=on), lacking)
+        else:
+            array = device.empty(source.shape, source.dtype)
+            device.copy(source, array, stream=on)
+            copied = device.describe(array, lacking)
+        with lock:
             book.hand_back(self._entry, [on])
-        return view_of(array, lacking) if asked == (CPU, 0) else device.describe(array, lacking)
+        return copied
 
 
 class LeasedBits(LeasedArray):

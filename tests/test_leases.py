@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.dlpack.exports import exports
 from kvcore.layer_config import DTYPE_BITS, array_type
 from tests.helpers import opaque_manager, opened, row, typed_manager
@@ -54,7 +55,7 @@ def test_pages_are_seen_in_place(layout, dtype):
         assert lease.strides == (6 * page, *lease.view.strides[1:])
         assert lease.strides[1:] == ((H * D, D, 1) if layout == "NHD" else (T * D, D, 1))
         assert (lease.dtype, lease.address) == (dtype, m.get_mem_pool_base_address(2, "value"))
-        pages = np.from_dlpack(lease.bits() if dtype not in np.sctypeDict else lease)
+        pages = np.from_dlpack(lease.bits() if dtype in UNKNOWN_TO_NUMPY else lease)
         first, second = (pages[slot].view(array_type(dtype)) for slot in row(kv))
         if layout == "HND":
             first, second = first.swapaxes(0, 1), second.swapaxes(0, 1)
