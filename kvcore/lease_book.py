@@ -34,9 +34,11 @@ class LeaseEntry:
         self.memory = memory
         self._number, self._part = number, part
         self.streams: list[Stream] = []
-        """Of consumers, since their work was last handed back."""
+        """Of consumers, since their work was last handed back, and `given`."""
         self.acquired: set[Stream] = set()
         """Those of them that the caller named himself, and so orders."""
+        self.given: Stream | None = None
+        """The stream that the lease was taken for: handed back as long as the lease is open."""
         self.closed = False
         """Whether nothing more is handed over."""
         self.waits = False
@@ -164,6 +166,8 @@ class LeaseBook:
         `named` where the caller says which stream that is, and not a library.
         """
         runtime = self._runtime
+        if self.idle:  # what other consumers did comes first
+            self.take_back()
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
@@ -186,7 +190,8 @@ class LeaseBook:
     def _hand_back(self, entry: LeaseEntry, streams: list[Stream], forget: bool) -> None:
         for stream in streams:
             self._runtime.streams.hand_back(stream)
-            if forget and stream in entry.streams:
+            ended = entry.closed or stream is not entry.given
+            if forget and ended and stream in entry.streams:
                 entry.streams.remove(stream)
                 entry.acquired.discard(stream)
 

@@ -115,18 +115,19 @@ class LeasedArray(Exporter):
         on = self._stream_of(stream) or device.stream(LEGACY)
         source = device.view(own)
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
-        book = self._runtime.leases
-        with self._runtime.lock:
+        book, lock = self._runtime.leases, self._runtime.lock
+        with lock:
             known = on in self._entry.streams  # of a consumer that may be at work there
             book.hand_over(self._entry, on)
-            array: Any
-            if asked == (CPU, 0):
-                array = device.to_host(source, stream=on)
-            else:
-                array = device.empty(source.shape, source.dtype)
-                device.copy(source, array, stream=on)
+        if asked == (CPU, 0):
+            copied = view_of(device.to_host(source, stream=on), lacking)
+        else:
+            array = device.empty(source.shape, source.dtype)
+            device.copy(source, array, stream=on)
+            copied = device.describe(array, lacking)
+        with lock:
             book.hand_back(self._entry, [on], forget=not known)
-        return view_of(array, lacking) if asked == (CPU, 0) else device.describe(array, lacking)
+        return copied
 
 
 class LeasedBits(LeasedArray):

@@ -157,6 +157,8 @@ class Lease(LeasedArray):
             if not entry.num_uses:
                 more += [other for other in entry.streams if other not in more]
             runtime.leases.hand_back(entry, more, forget=not entry.in_use)
+            if not entry.in_use:
+                entry.streams.clear()
             entry.close()
 
 
@@ -262,4 +264,5 @@ class LeaseCalls:
         lease = Lease(runtime, part)
         if on is not None:
             runtime.leases.hand_over(lease._entry, on, named=True)
+            lease._entry.given = on
         return lease

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
-tf = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+tf = pytest.importorskip("transformers", minversion="5.24", reason="needs transformers 5.24")
 
 from kvcore_adapters.for_transformers import KVCoreCache, cache_for  # noqa: E402
 

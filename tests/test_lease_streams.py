@@ -145,6 +145,17 @@ def what_the_consumer_writes_is_read_after_the_end(seed: int) -> bool:
     return s.saw(5)
 
 
+def work_goes_on_after_an_array_was_dropped(seed: int) -> bool:
+    """On the stream that the lease was taken for, which the manager has handed back once."""
+    s = Scene(seed)
+    with s.m.lease(0, "key", stream=s.consumer) as lease:
+        np.from_dlpack(lease)
+        s.m.get_storage_statistics()
+        s.write(*row(s.a), 5)
+    s.seen.append(s.gather())
+    return s.saw(5)
+
+
 def close_takes_one_more_stream(seed: int) -> bool:
     s = Scene(seed)
     lease = s.m.lease(0, "key")
@@ -238,6 +249,20 @@ def a_second_consumer_sees_what_the_first_wrote(seed: int) -> bool:
     return s.saw(7)
 
 
+def an_open_lease_is_taken_after_another_consumers_array_was_dropped(seed: int) -> bool:
+    """As by DLPack on a GPU: the library names its stream, and no call of the manager helps."""
+    s = Scene(seed)
+    first, second = (s.m.lease(0, "key") for _ in range(2))
+    array = np.from_dlpack(first)
+    first.acquire(s.consumer)
+    s.write(*row(s.a), 7)
+    del array
+    book, entry = s.m._runtime.leases, second._entry
+    book.hand_over(entry, s.other)
+    s.read(*row(s.a), s.other)
+    return s.saw(7)
+
+
 def a_table_is_read_after_it_was_sent(seed: int) -> bool:
     """By a batch without members, on a stream that no sequence has anything to do with."""
     s = Scene(seed)
@@ -256,6 +281,7 @@ SCENES = [
     work_of_a_sequence_that_is_gone_is_handed_over_too,
     what_the_consumer_writes_is_read_after_release,
     what_the_consumer_writes_is_read_after_the_end,
+    work_goes_on_after_an_array_was_dropped,
     close_takes_one_more_stream,
     the_last_array_hands_back,
     the_last_array_hands_back_inside_a_step,
@@ -264,6 +290,7 @@ SCENES = [
     a_page_is_not_overwritten_while_it_is_read,
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
+    an_open_lease_is_taken_after_another_consumers_array_was_dropped,
     a_table_is_read_after_it_was_sent,
 ]
 
@@ -307,6 +334,7 @@ BROKEN = {
         (a_page_is_not_overwritten_while_it_is_read, "hand_back"),
         (a_page_that_was_freed_before_is_not_overwritten_either, "new streams"),
         (a_second_consumer_sees_what_the_first_wrote, "hand_back"),
+        (an_open_lease_is_taken_after_another_consumers_array_was_dropped, "take_back"),
         (a_table_is_read_after_it_was_sent, "table"),
     ],
 )

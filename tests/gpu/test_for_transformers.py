@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import row, used
 
 torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
-tf = pytest.importorskip("transformers", minversion="5.17", reason="needs transformers 5.17")
+tf = pytest.importorskip("transformers", minversion="5.24", reason="needs transformers 5.24")
 
 from kvcore_adapters.for_transformers import cache_for  # noqa: E402
 

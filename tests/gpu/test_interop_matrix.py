@@ -38,7 +38,8 @@ def test_pages_are_shared_under_their_type(scene, name, dtype):
     else:
         its = take(lease)
     assert pointer(its) == lease.address
-    found = raw(its[s.slot] if name != "jax" else its[4 * s.slot])
+    place = 4 * s.slot if name == "jax" else s.slot  # of the four buffers' pages in a slot, one
+    found = raw(its).reshape(its.shape[0], -1)[place]
     assert set(found.tolist()) == {1}
     del its
 
@@ -51,7 +52,7 @@ def test_the_matrix(rig, name, layout):
 
     take, cut = adapter(name), LAYOUTS[layout].cut
     refused = {"backwards"} | (
-        {"gaps between pages", "every other element", "transposed", "repeated (stride 0)"}
+        {"gaps between pages", "every other element", "repeated (stride 0)"}
         if name == "jax"
         else set()
     )
