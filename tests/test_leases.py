@@ -154,6 +154,8 @@ def test_what_is_refused_changes_nothing():
         ({"layer_group": 1}, "layer_group"),
         ({"layer_group": 0, "pool": 1}, "pool"),
         ({"layer_group": 0, "layer": 0}, "layer_group"),
+        ({"layer": 0, "role": "key", "pool": 1}, "pool"),
+        ({"layer": 0, "role": "key", "pool": [0]}, "pool"),
         ({"layer": 0, "role": "key", "pages": range(slots + 1)}, "pages"),
         ({"layer": 0, "role": "key", "pages": range(-1, 2)}, "pages"),
         ({"layer": 0, "role": "key", "pages": range(3, 0, -1)}, "pages"),
