@@ -331,7 +331,7 @@ class Batch(BeamBatch, Formats):
         if given and isinstance(layers, Sequence):
             named = layers if isinstance(layers, (tuple, range)) else list(layers)
             first, count = sources[0], self.num_tokens
-            look = type(first), first.shape, first.itemsize
+            look = type(first), first.shape, first.dtype
             self._usual = UsualAppend(named, list(buffers), count, stack, mapping, *look)
 
     # -- operands ----------------------------------------------------------------------------------

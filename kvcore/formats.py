@@ -56,8 +56,9 @@ class Formats(BlockOffsets):
 
     They are read from the device's page table, so they are right at once after a beam step, also
     while the host does not know the rows. A beam is a row. All may be captured in a graph; then
-    give `out`, with room for the largest step: what is beyond the present one is padding. Nothing
-    here waits for readers of `out`: the caller orders them before `stream`.
+    give `out`, with room for the largest step: what is beyond the present one is padding. An `out`
+    of another library is written after what that has enqueued on it, but for captures; readers of
+    the device's own arrays are the caller's to order before `stream`.
     """
 
     max_rows: int
@@ -153,7 +154,7 @@ class Formats(BlockOffsets):
             pages = self._pages_of(layers, roles, layout, mode)
             on = self._on(stream, after_beams=True)
             self._check_complete("csr_pages", on)
-            rows, given, arrays = self._given(out, 3)
+            rows, given, arrays = self._given(out, 3, on)
             host = self.host_indptr(pages.tokens, rows=rows)
             total = int(host[-1])
             if out is None:
@@ -225,7 +226,7 @@ class Formats(BlockOffsets):
             pages = self._pages_of(layers, roles, layout, mode)
             on = self._on(stream, after_beams=True)
             self._check_complete("ragged_pages", on)
-            rows, given, arrays = self._given(out, 4)
+            rows, given, arrays = self._given(out, 4, on)
             least = -(-int(self.kv_lens.max(initial=0)) // pages.tokens)
             columns = as_int("num_pages", least if num_pages is None else num_pages, least)
             if out is None:
@@ -293,7 +294,7 @@ class Formats(BlockOffsets):
             on, tokens = self._on(stream), self.num_tokens
             if out is None:
                 out = runtime.device.empty((tokens,), np.int64, stream=on)
-            target = runtime.device.as_array(out)
+            target = runtime.device.as_array(out, stream=on, writable=True)
             size = target.shape[0] if target.ndim == 1 else -1
             if not tokens <= size <= self.max_tokens:
                 raise wrong("out", f"[{tokens} to {self.max_tokens}]", list(target.shape))
@@ -345,7 +346,9 @@ class Formats(BlockOffsets):
         device = self._runtime.device
         return [device.empty(shape, np.int32, stream=on) for shape in shapes]
 
-    def _given(self, out: Sequence[Any] | None, count: int) -> tuple[int, list[Any], list[Array]]:
+    def _given(
+        self, out: Sequence[Any] | None, count: int, on: Stream
+    ) -> tuple[int, list[Any], list[Array]]:
         """The rows to write, what the caller gave for them, and that as arrays of the device.
 
         The third array has an entry for each row.
@@ -355,7 +358,8 @@ class Formats(BlockOffsets):
         if not isinstance(out, Sequence) or len(out) < count:
             raise wrong_type("out", f"a sequence of {count} arrays", out)
         given = list(out[:count])
-        arrays = [self._runtime.device.as_array(array) for array in given]
+        device = self._runtime.device
+        arrays = [device.as_array(array, stream=on, writable=True) for array in given]
         shape, low, high = arrays[2].shape, self.num_rows, self.max_rows
         if len(shape) != 1 or not low <= shape[0] <= high:
             raise wrong("out[2]", f"[{low} to {high}], an entry for each row", list(shape))

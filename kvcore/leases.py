@@ -240,6 +240,8 @@ class LeaseCalls:
         if layer_group is None:
             if layer is None or role is None:
                 raise wrong("layer, role", "a buffer, or layer_group=", (layer, role))
+            if type(pool) is not int or pool:
+                raise wrong("pool", "none with a buffer, which lies in one", pool)
             return buffer_view(self._runtime, layer, role, pages)
         if layer is None and role is None and pages is None:
             return pool_view(self._runtime, layer_group, pool)

@@ -46,6 +46,10 @@ def as_operand(
         raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(given))
     if array.dtype.itemsize != geometry.itemsize:
         raise wrong_type(f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype)
+    steps = zip(array.shape, array.strides, strict=True)
+    if writable and any(size > 1 and not step for size, step in steps):
+        text = "elements with a place each"
+        raise wrong(f"out: {role!r}", text, array.strides, "a repeated axis keeps the last one")
     return array
 
 

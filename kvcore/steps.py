@@ -38,7 +38,7 @@ class UsualAppend(NamedTuple):
     mapping: Array
     kind: Any  # the class of the arrays
     shape: tuple[int, ...]
-    itemsize: int
+    dtype: Any  # theirs: one object for every type in this machine's byte order
 
     def fits(
         self, layers: int | Sequence[int], buffers: Mapping[str, Any], num_tokens: int
@@ -51,6 +51,6 @@ class UsualAppend(NamedTuple):
         for array in buffers.values():
             if array.__class__ is not self.kind or array.shape != self.shape:
                 return False
-            if array.itemsize != self.itemsize:
+            if array.dtype is not self.dtype:
                 return False
         return True

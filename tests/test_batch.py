@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import kvcore as k
 from kvcore.device.host import HostDevice
@@ -174,6 +175,8 @@ def test_wrong_operands_are_refused():
         step.prepare([kv], 5)
     with pytest.raises(ValueError, match="out"):
         step.gather(0, out=[good])
+    with pytest.raises(ValueError, match=r"out: 'key': expected elements with a place each"):
+        step.gather(0, ["key"], out=[as_strided(good.copy(), good.shape, (0, 32, 4))])
     opaque = opaque_manager()
     batch = opaque.create_batch(1, 1)
     batch.prepare(opened(opaque, 1), 1)
@@ -263,6 +266,7 @@ def test_an_append_that_looks_like_the_last_one_is_checked_all_the_same():
         ({"key": good[:, :3], "value": good[:, :3]}, ValueError),
         ({"key": good, "value": good.astype(np.float64)}, TypeError),
         ({"key": good.tolist(), "value": good}, TypeError),
+        ({"key": good, "value": good.astype(">f4")}, TypeError),
         ({"key": good}, None),
     ):
         if error is None:

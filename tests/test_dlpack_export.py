@@ -186,11 +186,15 @@ def test_the_host_has_no_streams(stream):
 
 def test_wrong_arguments_are_named():
     ours = Exporter(view_of(numbers(3)))
-    for wrong in (1, "one", (1,), (1, 2, 3), ("a", 0)):
+    for wrong in (1, "one", "11", (1,), [1, 0], (1, 2, 3), ("a", 0), (1.5, 0), (True, 0)):
         with pytest.raises(TypeError, match="max_version"):
             ours.__dlpack__(max_version=wrong)
         with pytest.raises(TypeError, match="dl_device"):
             ours.__dlpack__(dl_device=wrong)
+        with pytest.raises(TypeError, match="max_version"):
+            ours.__dlpack__(max_version=wrong, copy=True)
+    with pytest.raises(ValueError, match="max_version: expected at least 0, got -1"):
+        ours.__dlpack__(max_version=(-1, 0))
 
 
 @pytest.mark.parametrize("copy", [None, False])

@@ -15,7 +15,7 @@ from kvcore.dlpack.capsules import api
 from kvcore.dlpack.exporter import Exporter
 from kvcore.dlpack.exports import exports
 from kvcore.dlpack.importer import from_capsule, from_dlpack, from_interface
-from kvcore.dlpack.structs import CUDA, PADDED
+from kvcore.dlpack.structs import CUDA, IS_COPIED, PADDED
 from kvcore.dlpack.view import view_of
 
 DEVICE = HostDevice()
@@ -209,6 +209,31 @@ def test_read_only_arrays_are_for_reading():
     assert DEVICE.as_array(old).tolist() == [0, 9, 2]
     with pytest.raises(TypeError, match="values: expected a writable array"):
         DEVICE.as_array(old, writable=True)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (1, 3)])
+def test_copies_are_for_reading(version):
+    """What is written into a copy of the producer's is seen by nobody."""
+    its = Producer(numbers(3), version, managed={"flags": IS_COPIED})
+    assert DEVICE.as_array(its).tolist() == [0, 1, 2]
+    with pytest.raises(TypeError, match="writable"):
+        DEVICE.as_array(its, writable=True)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_arrays_that_are_more_than_their_memory_says_are_refused(writable):
+    """Masks would be ignored, and bytes in another order be other numbers."""
+    masked = np.ma.masked_array(numbers(3), [0, 1, 0])
+    for its, text in ((masked, "masked"), (numbers(3).astype(">f4"), "byte order")):
+        with pytest.raises(TypeError, match=f"values: expected .*{text}"):
+            DEVICE.as_array(its, writable=writable)
+
+
+def test_a_matrix_is_an_array_like_any_other():
+    its = numbers(2, 3).view(np.matrix)
+    taken = DEVICE.as_array(its, writable=True)
+    assert (type(taken), taken[None].shape) == (np.ndarray, (1, 2, 3))
+    assert taken.ctypes.data == its.ctypes.data
 
 
 def test_immutable_arrays_of_jax_are_not_written():

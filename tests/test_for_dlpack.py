@@ -81,6 +81,15 @@ def test_what_kvcore_made_is_given_under_its_type():
         for_dlpack.produced(device, made, dtype="float8_e5m2")
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", "uint32"), ("bool", "uint8")])
+def test_bits_of_what_kvcore_made_are_unsigned_integers(dtype, bits):
+    made = np.ones((2, 3), dtype)
+    its = for_dlpack.produced(HostDevice(), made).bits()
+    assert its.dtype == bits
+    taken = for_dlpack.share(its, np.from_dlpack, cast=lambda array: array.view(dtype))
+    assert (taken.dtype, taken.ctypes.data) == (made.dtype, made.ctypes.data)
+
+
 def test_adapters_import_no_framework_but_their_own():
     import subprocess
     import sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -178,6 +179,7 @@ def test_a_donation_that_happened_is_told(monkeypatch):
         (lambda pages: None, "one that returns none"),
         (lambda pages: pages[0].shape, "one that returns none"),
         (lambda pages: pages, "one that returns pages"),
+        (lambda pages: (pages[0].sum(), np.asarray(pages[0])[3:]), "one that returns pages"),
     ],
 )
 def test_a_function_returns_what_it_computed(function, text):
@@ -186,6 +188,25 @@ def test_a_function_returns_what_it_computed(function, text):
         with pytest.raises(ValueError, match=text):
             pools.read(function)
         gc.collect()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda read: jax.jit(read)(1.0),
+        lambda read: jax.vmap(read)(jnp.arange(3.0)),
+        lambda read: jax.grad(read)(1.0),
+    ],
+)
+def test_read_is_not_traced(transform):
+    """It would read once, and what it read be a constant from then on."""
+    m = typed_manager(slots=64, layers=2)
+    pools = JaxPools(m)
+    with pytest.raises(ValueError, match=r"returns tracers: call read\(\) outside of jit"):
+        transform(lambda x: pools.read(lambda pages: x * pages[0].sum()))
+    gc.collect()
+    with suppress(k.LeaseInUse):  # jit keeps the constant
+        pools.close()
 
 
 def test_an_array_that_is_kept_holds_the_pool():

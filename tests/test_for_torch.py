@@ -301,6 +301,61 @@ def test_operators_say_what_they_write():
         assert found == expected
 
 
+def test_tensors_with_gradients_and_no_tensors_are_refused():
+    engine = Engine()
+    engine.step.prepare(engine.kvs, 1)
+    with pytest.raises(TypeError, match="require gradient"):
+        engine.step.append(0, {"key": torch.zeros(2, H, D, requires_grad=True)})
+    with pytest.raises(ValueError, match="buffers: expected an array for at least one role"):
+        engine.step.append(0, {})
+    engine.close()
+
+
+def test_one_graph_serves_steps_of_any_size():
+    """`dynamic=True`: the second size makes the graph that all the others use."""
+    engine = Engine()
+    step = engine.step
+
+    def work(keys):
+        step.append([0, 1], {"key": keys, "value": keys.transpose(1, 2).transpose(1, 2)})
+        return step.gather(0)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(work, dynamic=True, fullgraph=True)
+    made = []
+    for counts in ([4, 1], [6, 3], [5, 2], [2, 2], [3, 3]):
+        step.prepare(engine.kvs, counts, start=[0, 0])
+        keys = torch.randn(2, H, sum(counts), D).transpose(1, 2)
+        assert torch.equal(compiled(keys), keys[0])
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert made[-1] == made[1]
+    del compiled
+    torch._dynamo.reset()
+    gc.collect()
+    engine.close()
+
+
+def test_one_function_is_compiled_for_several_batches():
+    """The compiler makes a symbol of what differs between them."""
+    engine = Engine()
+
+    def work(step, keys):
+        step.append([0, 1], {"key": keys, "value": keys})
+        return step.gather(0)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(work, fullgraph=True)
+    for step in [TorchBatch(engine.pools, 8, 32) for _ in range(3)]:
+        for counts in ([6, 3], [4, 2]):
+            step.prepare(engine.kvs, counts, start=[0, 0])
+            keys = torch.randn(2, sum(counts), H, D)
+            assert torch.equal(compiled(step, keys), keys[0])
+    del compiled, step
+    torch._dynamo.reset()
+    gc.collect()
+    engine.close()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layer_after_layer_writes_and_attends_through_pages(backend):
     """Between two writes the pool is read in place, and never copied by the compiler."""
@@ -334,9 +389,12 @@ def test_layer_after_layer_writes_and_attends_through_pages(backend):
 
 def test_a_batch_that_is_gone_is_named():
     engine = Engine()
+    engine.step.prepare(engine.kvs, 1)
     number = engine.step._number
     engine.step = None
     gc.collect()
+    others = [TorchBatch(engine.pools, 8, 32) for _ in range(4)]
+    assert [its._number for its in others] == [number + i for i in (1, 2, 3, 4)]  # never again
     with pytest.raises(ValueError, match="batch: expected the number of a TorchBatch"):
         for_torch.page_table(engine.pools.tables[0], number, 0, 1, 1)
     engine.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
+import kvcore as k
+from kvcore.lease_book import LeaseEntry
 from tests.helpers import opened, row, typed_manager
 
 H, D = 2, 8
@@ -63,3 +67,26 @@ def test_jax_arrays_go_in_and_out(step):
     got, flipped = step.gather(0)
     np.testing.assert_array_equal(jax.numpy.from_dlpack(got), keys[0])
     np.testing.assert_array_equal(jax.numpy.from_dlpack(flipped), keys[0, ::-1])
+
+
+@pytest.mark.parametrize("take", [np.from_dlpack, np.asarray])
+def test_a_lease_that_is_closed_while_it_is_taken(take, monkeypatch):
+    """Another thread closes it between the look whether it is open and the count."""
+    m = typed_manager()
+    lease = m.lease(0, "key")
+    look = LeaseEntry.refuse_closed
+
+    def look_and_close(entry):
+        monkeypatch.setattr(LeaseEntry, "refuse_closed", look)
+        look(entry)
+        with suppress(k.LeaseInUse):
+            lease.close()
+            m.shutdown()
+
+    monkeypatch.setattr(LeaseEntry, "refuse_closed", look_and_close)
+    memory, held = m._runtime.pools[0][0], None
+    with suppress(k.StateError):
+        held = take(lease)
+    assert not lease.is_open
+    assert lease.num_arrays == (held is not None)
+    assert memory.closed == (held is None)

@@ -144,6 +144,29 @@ def test_wrong_arrays():
     assert all((its == 5).all() for its in (*good, *dense))
 
 
+def test_arrays_that_must_not_be_written():
+    m = make(4)
+    batch, tables = m.create_batch(4, 4), m.create_batch_tables(("kv", "kv"))
+    batch.prepare(opened(m, 4), 1, start=[0])
+
+    def given(array):
+        array.flags.writeable = False
+        return array
+
+    sizes = (2,), (1,), (1,), (1,)
+    csr, ragged = ([given(np.zeros(s, np.int32)) for s in sizes[:n]] for n in (3, 4))
+    ragged[:2] = given(np.zeros((1, 1), np.int32)), given(np.zeros(2, np.int32))
+    table = given(np.zeros(tables.shape(1, 1), np.int32))
+    for call in (
+        lambda: batch.csr_pages(PLAIN, layout="NHD", out=csr),
+        lambda: batch.ragged_pages(PLAIN, BOTH, layout="NHD", out=ragged),
+        lambda: batch.slot_mapping(PLAIN, layout="NHD", out=given(np.zeros(1, np.int64))),
+        lambda: batch.block_offsets(tables, out=table),
+    ):
+        with pytest.raises(TypeError, match="a writable array"):
+            call()
+
+
 def test_layers_of_one_group_have_the_same_slots():
     m = make(4)
     batch = m.create_batch(12, 80)

@@ -19,6 +19,7 @@ from typing import Any
 from kvcore.device.base import Array, Device, Stream
 from kvcore.dlpack.exporter import Exporter, check_no_stream
 from kvcore.dlpack.structs import HOST_KINDS
+from kvcore.dlpack.view import ArrayView
 from kvcore.errors import wrong
 
 __all__ = ["produced", "share"]
@@ -71,13 +72,13 @@ def share(
 class Produced(Exporter):
     """An array of a device's own library, with the stream of the work that makes it."""
 
-    def __init__(self, device: Device, array: Array, stream: Stream, dtype: str | None) -> None:
-        super().__init__(device.describe(array, dtype))
-        self._device, self._stream, self._array = device, stream, array
+    def __init__(self, device: Device, view: ArrayView, stream: Stream) -> None:
+        super().__init__(view)
+        self._device, self._stream = device, stream
 
     def bits(self) -> Produced:
         """The same memory as unsigned integers."""
-        return Produced(self._device, self._device.view(self.view), self._stream, None)
+        return Produced(self._device, self.view.bits(), self._stream)
 
     def _hand_over(self, stream: object) -> None:
         if self.view.device[0] in HOST_KINDS:
@@ -114,4 +115,4 @@ def produced(
     >>> produced(open_device("host"), gathered, dtype="bfloat16").dtype
     'bfloat16'
     """
-    return Produced(device, array, device.stream(stream), dtype)
+    return Produced(device, device.describe(array, dtype), device.stream(stream))

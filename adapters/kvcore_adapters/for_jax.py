@@ -153,8 +153,9 @@ class JaxPools:
         Raises
         ------
         ValueError
-            It returns no array, so that nothing tells when it is done; or one of `pages` itself,
-            which would change with the pool.
+            It returns no array, so that nothing tells when it is done; one of `pages` itself, also
+            as NumPy's, which would change with the pool; or tracers, because `read` is being traced
+            itself, which happens once and not for each piece of work.
         StateError
             It donated a pool to a computation.
         """
@@ -180,14 +181,29 @@ class JaxPools:
             return np.asarray(pages)  # shares
         return pages.__dlpack__(stream=self._stream.handle)
 
+    def _is_within(self, leaf: Any) -> bool:
+        """Whether an array that was returned lies in a pool."""
+        if isinstance(leaf, np.ndarray):
+            place = leaf.ctypes.data
+        elif isinstance(leaf, jax.Array) and leaf.size and len(leaf.devices()) == 1:
+            place = leaf.unsafe_buffer_pointer()
+        else:
+            return False
+        return any(lease.address <= place < lease.view.end for lease in self._leases)
+
     def _hand_back(self, results: Any) -> None:
-        leaves = [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
-        places = {lease.address for lease in self._leases}
-        single = [leaf for leaf in leaves if len(leaf.devices()) == 1]
-        passed = any(leaf.unsafe_buffer_pointer() in places for leaf in single)
-        if not leaves or passed:
+        found = jax.tree.leaves(results)
+        leaves = [leaf for leaf in found if isinstance(leaf, jax.Array)]
+        got = "" if leaves else "none"
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            got = (
+                "tracers: call read() outside of jit, vmap and grad, with a function that has them"
+            )
+        elif any(map(self._is_within, found)):
+            got = "pages"
+        if got:
             text = "a function that returns arrays which it computes from the pages"
-            raise wrong("function", text, "one that returns " + ("pages" if passed else "none"))
+            raise wrong("function", text, f"one that returns {got}")
         if self._stream is None:
             jax.block_until_ready(leaves)
             return

@@ -27,8 +27,9 @@ current stream. Operators carry no gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -63,7 +64,7 @@ class TorchBatch:
         self.pools = pools
         self.batch = pools.manager.create_batch(max_rows, max_tokens)
         self.num_rows = self.num_tokens = self.num_blocks = 0
-        self._number = id(self)
+        self._number = next(_numbers())  # never given twice: a graph may outlive its batch
         _batches()[self._number] = self
 
     def prepare(
@@ -83,6 +84,8 @@ class TorchBatch:
     def append(self, layers: int | Sequence[int], buffers: Mapping[str, Any]) -> None:
         """`Batch.append` on torch's current stream: `kvcore::append`."""
         many, roles = _many(layers), list(buffers)
+        if not roles:
+            raise wrong("buffers", "an array for at least one role", buffers)
         pages, stacked = self.pools.of(many, roles), not isinstance(layers, int)
         append_(list(buffers.values()), pages, self._number, many, ROLES.join(roles), stacked)
 
@@ -129,8 +132,14 @@ def _batches() -> WeakValueDictionary[int, TorchBatch]:
     return WeakValueDictionary()
 
 
+@cache
+def _numbers() -> Iterator[int]:
+    """Of batches."""
+    return count()
+
+
 def _batch(number: int) -> TorchBatch:
-    found = _batches().get(number)
+    found = _batches().get(int(number))  # a symbol where the compiler saw several batches
     if found is None:
         raise wrong("batch", "the number of a TorchBatch that is alive", number)
     return found

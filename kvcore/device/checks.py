@@ -376,6 +376,11 @@ def check_geometry(geometry: PageGeometry) -> None:
         raise wrong("geometry", f"tokens that end within page_bytes={g.page_bytes}", g)
 
 
+def not_taken(expected: str, values: object, remedy: str = "") -> TypeError:
+    """The error for what `as_array` cannot take."""
+    return TypeError(str(wrong("values", expected, described(values), remedy)))
+
+
 class _Described:
     """Stands in a message for a value whose own text would be too long."""
 

@@ -24,7 +24,7 @@ from kvcore.device.checks import (
     check_ids,
     check_places,
     check_tokens,
-    described,
+    not_taken,
 )
 from kvcore.device.hostbeams import HostBeams, check_apart
 from kvcore.device.hostformats import HostFormats
@@ -146,10 +146,8 @@ class HostDevice(HostBeams, HostPaths, HostFormats, Device):
         dtype: str | None = None,
         writable: bool = False,
     ) -> Array:
-        if isinstance(values, np.ndarray):
-            array, name = values, values.dtype.name
-        else:
-            array, name = _taken(values)
+        plain = type(values) is np.ndarray and values.dtype.isnative
+        array, name = (values, values.dtype.name) if plain else _taken(values)
         check_foreign(name, dtype, array.flags.writeable or not writable)
         return array
 
@@ -344,17 +342,21 @@ def _taken(values: Any) -> tuple[NDArray[Any], str]:
     text = "a NumPy array, or one with DLPack, an array interface or a buffer, in host memory"
     array = None
     try:
+        if isinstance(values, np.ndarray) and hasattr(values, "mask"):
+            raise BufferError("a masked array")
         if hasattr(values, "__array_interface__"):
-            array = np.asarray(values)
+            array = np.asarray(values)  # also of a matrix, which would keep two axes
         elif not hasattr(values, "__dlpack_device__"):
             array = from_buffer(values)
         elif values.__dlpack_device__()[0] in HOST_KINDS:
             view = from_dlpack(values)
             return view.numpy(), view.dtype
     except (BufferError, RuntimeError, ValueError) as error:
-        raise wrong_type("values", text, described(values), str(error)) from error
+        raise not_taken(text, values, str(error)) from error
     if array is None:
-        raise wrong_type("values", text, described(values))
+        raise not_taken(text, values)
+    if not array.dtype.isnative:
+        raise not_taken(text, values, f"{array.dtype.str} is not this machine's byte order")
     return array, array.dtype.name
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Never
 
 import numpy as np
 
+from kvcore.checks import as_int
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY, Version
 from kvcore.dlpack.exports import Release, exports
 from kvcore.dlpack.patterns import Pattern, pattern
@@ -235,16 +236,14 @@ def _stamp(version: Version) -> Version | None:
 def _checked_version(max_version: Version | None) -> Version:
     if max_version is None:
         return OLD
-    try:
-        major, minor = max_version
-        return int(major), int(minor)
-    except (TypeError, ValueError):
-        raise wrong_type("max_version", "None or (major, minor)", max_version) from None
+    return _pair("max_version", "None or (major, minor)", max_version)
 
 
 def _checked_device(dl_device: Device) -> Device:
-    try:
-        kind, index = dl_device
-        return int(kind), int(index)
-    except (TypeError, ValueError):
-        raise wrong_type("dl_device", "None or (kind, device number)", dl_device) from None
+    return _pair("dl_device", "None or (kind, device number)", dl_device)
+
+
+def _pair(name: str, expected: str, given: object) -> tuple[int, int]:
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise wrong_type(name, expected, given)
+    return as_int(name, given[0], 0), as_int(name, given[1], 0)

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from kvcore.dlpack.capsules import Managed, api
 from kvcore.dlpack.codes import CODES, NAMES
-from kvcore.dlpack.structs import PADDED, READ_ONLY, VERSION, DLTensor, VersionedTensor
+from kvcore.dlpack.structs import (
+    IS_COPIED,
+    PADDED,
+    READ_ONLY,
+    VERSION,
+    DLTensor,
+    VersionedTensor,
+)
 from kvcore.dlpack.view import ArrayView, contiguous, typed
 
 MOST_AXES: Final = 64
@@ -46,7 +53,8 @@ def from_dlpack(values: Any, stream: int | None = None) -> ArrayView:
     Returns
     -------
     ArrayView
-        Its owner calls the producer's deleter in the end.
+        Its owner calls the producer's deleter in the end. Read-only where the producer made a copy:
+        nobody would see what is written there.
 
     Raises
     ------
@@ -57,22 +65,31 @@ def from_dlpack(values: Any, stream: int | None = None) -> ArrayView:
         capsule = values.__dlpack__(stream=stream, max_version=VERSION)
     except TypeError:  # a producer from before version 1
         capsule = values.__dlpack__(stream=stream)
-    return from_capsule(capsule)
+    view, copied = _opened(capsule)
+    return view.read_only() if copied else view
 
 
 def from_capsule(capsule: object) -> ArrayView:
     """The array in a capsule that nobody has used yet. Raises `BufferError` as `from_dlpack`."""
+    return _opened(capsule)[0]
+
+
+def _opened(capsule: object) -> tuple[ArrayView, bool]:
+    """The array in a capsule, and whether it is a copy."""
     managed = api().take_over(capsule)
     if managed is None:
         raise BufferError(f"a DLPack capsule can be used once, and this is none or used: {capsule}")
     foreign = Foreign(managed)  # from here on the deleter is called, whatever happens
-    readonly = True  # before version 1 nobody could say, and JAX's arrays must not change
+    copied, readonly = (
+        False,
+        True,
+    )  # before version 1 nobody could say, and JAX's arrays must not change
     if isinstance(managed, VersionedTensor):
         if managed.major != VERSION[0]:
             raise BufferError(f"DLPack {managed.major}.{managed.minor} is not understood here")
         if managed.flags & PADDED:
             raise BufferError("elements of less than a byte that fill a byte each")
-        readonly = bool(managed.flags & READ_ONLY)
+        copied, readonly = bool(managed.flags & IS_COPIED), bool(managed.flags & READ_ONLY)
     tensor: DLTensor = managed.tensor
     shape, strides = _axes(tensor)
     view = ArrayView(
@@ -86,7 +103,7 @@ def from_capsule(capsule: object) -> ArrayView:
     )
     if view.size and not tensor.data:
         raise BufferError(f"{view.size} elements at no address")
-    return typed(view, "float4_e2m1fn") if tensor.dtype.lanes == 2 else view
+    return (typed(view, "float4_e2m1fn") if tensor.dtype.lanes == 2 else view), copied
 
 
 def _axes(tensor: DLTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from kvcore.device.base import Array, Stream
-from kvcore.device.checks import check_copy, check_foreign, described
+from kvcore.device.checks import check_copy, check_foreign, not_taken
 from kvcore.device.cuda.streams import CudaStream, as_own
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
@@ -112,7 +112,7 @@ class ForeignArrays:
                 return from_dlpack(values, handle)
             view, producer = from_interface(interface, values, self.dlpack_device)
         except (BufferError, RuntimeError, ValueError) as error:
-            raise wrong_type("values", EXPECTED, described(values), str(error)) from error
+            raise not_taken(EXPECTED, values, str(error)) from error
         if producer is not None and stream is not None:
             stream.wait(self.stream(producer).record())
         return view
