@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Final
 
 from cuda.bindings import driver
-from cuda.bindings.driver import cuCtxGetCurrent, cuEventQuery, cuEventRecord
+from cuda.bindings.driver import cuCtxGetCurrent, cuEventQuery, cuEventRecord, cuStreamIsCapturing
 from cuda.core import Stream as CoreStream
 
 from kvcore.device.base import Event
@@ -154,7 +154,12 @@ class CudaStream:
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured from this stream."""
-        return bool(self.context.call("cuStreamIsCapturing", self.native))
+        if self._ambient and cuCtxGetCurrent()[1] != self.context.handle:
+            return bool(self.context.call("cuStreamIsCapturing", self.native))
+        error, status = cuStreamIsCapturing(self.native)
+        if error:
+            raise failure("cuStreamIsCapturing", int(error))
+        return bool(status)
 
     def _record_in_context(self, native: Any) -> Any:
         with self.context.current():
