@@ -16,6 +16,7 @@ from tests.gpu import tools
 from tests.gpu.sharing import D, H, Scene, T, adapter, framework, raw
 
 RUNS = 1_000
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 # -- in order --------------------------------------------------------------------------------------
 
