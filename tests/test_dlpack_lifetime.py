@@ -164,8 +164,6 @@ def test_a_hundred_thousand_times_leaves_nothing(name):
     """References to the array, live structures and allocated blocks are what they were."""
     array = numbers(4, 4)
     ours, library = Exporter(view_of(array)), Library(name)
-    count = 100_000 if name in ("numpy", "nobody") else 20_000
-    count = 100_000 if name == "torch" else count
 
     def once():
         if name == "nobody":
@@ -177,7 +175,7 @@ def test_a_hundred_thousand_times_leaves_nothing(name):
         once()
     gc.collect()
     before = sys.getrefcount(array), len(exports()), sys.getallocatedblocks()
-    for _ in range(count):
+    for _ in range(100_000):
         once()
     gc.collect()
     after = sys.getrefcount(array), len(exports()), sys.getallocatedblocks()

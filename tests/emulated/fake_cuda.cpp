@@ -155,6 +155,7 @@ API cuStreamGetCtx(void* stream, Context* context) {
 }
 API cuStreamSynchronize(void* stream) { return of_stream(stream) ? SUCCESS : INVALID_HANDLE; }
 API cuStreamIsCapturing(void* stream, int* status) {
+    MAY_FAIL;
     *status = capturing;
     return of_stream(stream) ? SUCCESS : INVALID_HANDLE;
 }

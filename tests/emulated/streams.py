@@ -162,6 +162,21 @@ def test_failed_records_are_told(device):
         device.stream(0).record()
 
 
+@pytest.mark.parametrize("current", [None, 0])
+def test_a_default_stream_takes_part_in_the_captures_of_others(device, current):
+    """The driver does not answer then, since asking would be work on it."""
+    driver.make_current(current)
+    for handle in (1, 2):
+        stream = device.stream(handle)
+        driver.fail("cuStreamIsCapturing", 1, 906)
+        assert stream.is_capturing()
+        assert not stream.is_capturing()
+        driver.fail("cuStreamIsCapturing", 1)
+        with pytest.raises(DriverError, match="cuStreamIsCapturing failed with 999"):
+            stream.is_capturing()
+    driver.make_current(None)
+
+
 def test_failed_queries_are_told(device):
     event = device.create_stream().record()
     driver.fail("cuEventQuery", 1)

@@ -153,10 +153,17 @@ class CudaStream:
         self.context.call("cuStreamSynchronize", self.native)
 
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured from this stream."""
+        """Whether a graph is being captured from this stream.
+
+        Also while the legacy default stream must not be used, as another one's capture forbids.
+        """
         if self._ambient and cuCtxGetCurrent()[1] != self.context.handle:
-            return bool(self.context.call("cuStreamIsCapturing", self.native))
-        error, status = cuStreamIsCapturing(self.native)
+            with self.context.current():
+                error, status = cuStreamIsCapturing(self.native)
+        else:
+            error, status = cuStreamIsCapturing(self.native)
+        if error == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True
         if error:
             raise failure("cuStreamIsCapturing", int(error))
         return bool(status)
