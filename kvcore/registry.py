@@ -64,7 +64,8 @@ class Registry:
 
     def forget_batch(self) -> None:
         """Lets go of the last batch."""
-        self._batch, self._batch_sequences = [], np.empty(0, np.intp)
+        if self._batch:
+            self._batch, self._batch_sequences = [], np.empty(0, np.intp)
 
     def remembered(self, kv_caches: Iterable[KVCache]) -> Index | None:
         """The sequence numbers of the last batch, if that is what `kv_caches` is."""

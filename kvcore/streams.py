@@ -146,9 +146,12 @@ class Streams:
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
-        if self._behind or self._fences:
+        if self._behind or self._fences or self._lent:
             return False
-        return all(other is stream for other in self.working())
+        for other in self._known:  # noqa: SIM110 - a generator would cost more than the work
+            if other is not None and other is not stream:
+                return False
+        return True
 
     def working(self) -> list[Stream]:
         """The streams that sequences are bound or lent to."""
