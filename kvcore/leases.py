@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kvcore.checks import as_int
 from kvcore.errors import wrong
 from kvcore.leased import LeasedArray
 from kvcore.page_views import Leasable, buffer_view, pool_view, table_view
@@ -208,8 +209,8 @@ class LeaseCalls:
 
         Raises
         ------
-        ValueError
-            Unknown layer, role, group or pool; a slot out of range.
+        ValueError, TypeError
+            Unknown layer, role, group or pool; a slot out of range; a layer that is no int.
         StateError
             The device has no memory, or the manager was shut down.
 
@@ -218,6 +219,8 @@ class LeaseCalls:
         O(1). Enqueues nothing without `stream`.
         """
         runtime = self._runtime
+        if layer is not None and layer.__class__ is not int:
+            layer = as_int("layer", layer)
         with runtime.lock:
             runtime.enter()
             slots = [table.capacity for table in runtime.control.slots]

@@ -66,6 +66,13 @@ def test_a_cast_is_made_of_the_bits():
     assert (its.data_ptr(), its.dtype) == (lease.address, torch.float8_e5m2)
 
 
+def test_a_stream_is_for_libraries_that_do_not_name_theirs():
+    with typed_manager().lease(0, "key") as lease:
+        with pytest.raises(ValueError, match="stream: expected None without capsule=True"):
+            for_dlpack.share(lease, np.from_dlpack, stream=1)
+        assert lease.num_arrays == 0
+
+
 def test_what_kvcore_made_is_given_under_its_type():
     torch = pytest.importorskip("torch")
     device = HostDevice()

@@ -165,6 +165,9 @@ def test_what_is_refused_changes_nothing():
     for arguments in ({"pages": [1, 2]}, {"pages": 3}, {"stream": 1.5}):
         with pytest.raises(TypeError, match=r"pages|stream"):
             m.lease(0, "key", **arguments)
+    for layer in ([0], 0.0, True, "0"):
+        with pytest.raises(TypeError, match="layer: expected"):
+            m.lease(layer, "key")
     with pytest.raises(k.StateError, match="without memory"):
         opaque_manager(device="meta").lease(0, "key")
     m.shutdown()

@@ -63,7 +63,11 @@ def share(
     ------
     BufferError
         The library's DLPack has no such type; or whatever `from_dlpack` raises.
+    ValueError
+        `stream` without `capsule`: such a library says its stream itself.
     """
+    if stream is not None and not capsule:
+        raise wrong("stream", "None without capsule=True", stream, "the library names its own")
     given = lease if cast is None else lease.bits()
     found = from_dlpack(given.__dlpack__(stream=stream) if capsule else given)
     return found if cast is None else cast(found)
