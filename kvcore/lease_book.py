@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvcore.runtime import Runtime
 
 
+MOST_IDLE: Final = 32
+"""Leases whose ends may wait for a call that enqueues work, or for another consumer."""
+
 MOST_PARTS: Final = 1024
 """Parts of memory that are remembered, with what makes their capsules."""
 
@@ -166,7 +169,7 @@ class LeaseBook:
         `named` where the caller says which stream that is, and not a library.
         """
         runtime = self._runtime
-        if self.idle:  # what other consumers did comes first
+        if self._others_left(stream):  # what they did comes first
             self.take_back()
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
@@ -185,13 +188,15 @@ class LeaseBook:
         """
         if any(not self._runtime.streams.alone(stream) for stream in streams):
             self._refuse_capture(streams)
-        self._hand_back(entry, streams, forget)
-
-    def _hand_back(self, entry: LeaseEntry, streams: list[Stream], forget: bool) -> None:
         for stream in streams:
             self._runtime.streams.hand_back(stream)
+        if forget:
+            self._forget(entry, streams)
+
+    def _forget(self, entry: LeaseEntry, streams: list[Stream]) -> None:
+        for stream in streams:
             ended = entry.closed or stream is not entry.given
-            if forget and ended and stream in entry.streams:
+            if ended and stream in entry.streams:
                 entry.streams.remove(stream)
                 entry.acquired.discard(stream)
 
@@ -200,13 +205,24 @@ class LeaseBook:
 
         What was taken anew since then may still be worked on: its streams are not forgotten.
         """
+        done: list[Stream] = []
         for _ in range(len(self.idle)):
             entry = self.idle.popleft()
-            if self._captured(entry.streams):
+            streams = list(entry.streams)
+            new = [stream for stream in streams if stream not in done]
+            if new and self._captured(new):
                 self.idle.append(entry)
-            else:
-                entry.waits = False
-                self._hand_back(entry, list(entry.streams), not entry.in_use)
+                continue
+            entry.waits = False
+            for stream in new:
+                self._runtime.streams.hand_back(stream)
+            done += new
+            if not entry.in_use:
+                self._forget(entry, streams)
+
+    def _others_left(self, stream: Stream) -> bool:
+        """Whether pages are still to be handed back from other streams than this one."""
+        return any(other is not stream for entry in list(self.idle) for other in entry.streams)
 
     def _captured(self, streams: list[Stream]) -> Stream | None:
         """A stream that a graph is being captured from, of those that would wait or be awaited."""

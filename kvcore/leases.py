@@ -31,10 +31,11 @@ class Lease(LeasedArray):
     kvcore has enqueued until then. That happens at `stream=`, where a library takes the array by
     DLPack and names its stream, and at `acquire(stream)`. The pages are *handed back* by
     `release(stream)`: whatever kvcore enqueues later, on any stream, comes after the consumer's
-    work until then, its reads as well as its writes. `close` does so, too, and so does the
-    manager's next call after the last array was dropped. So an engine that keeps an array for long
-    calls `acquire` before and `release` after each piece of work on a stream that kvcore does not
-    use itself; on a stream that the sequences are bound to it needs neither.
+    work until then, its reads as well as its writes. `close` does so, too, and after the last array
+    was dropped the manager's next call, unless that only leases the pages again to the same stream.
+    So an engine that keeps an array for long calls `acquire` before and `release` after each piece
+    of work on a stream that kvcore does not use itself; on a stream that the sequences are bound to
+    it needs neither.
 
     A stream that was handed something must exist until it is handed back. On the host device
     library calls run at once, as does kvcore's work; with deferred streams, call `synchronize`
@@ -222,7 +223,7 @@ class LeaseCalls:
         if layer is not None and layer.__class__ is not int:
             layer = as_int("layer", layer)
         with runtime.lock:
-            runtime.enter()
+            runtime.enter(enqueues=False)
             slots = [table.capacity for table in runtime.control.slots]
             key = layer, role, layer_group, pool, pages, readonly, *slots
             part = runtime.leases.known_part(key)
@@ -260,7 +261,7 @@ class LeaseCalls:
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter()
+            runtime.enter(enqueues=False)
             return self._leased(table_view(runtime, layer_group), stream)
 
     def _leased(self, part: Leasable, stream: object) -> Lease:

@@ -26,7 +26,7 @@ from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
 from kvcore.indirect_steps import TokenMover
-from kvcore.lease_book import LeaseBook
+from kvcore.lease_book import MOST_IDLE, LeaseBook
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -89,16 +89,17 @@ class Runtime:
         self.tails = Tails(self)
         self.closed = False
 
-    def enter(self) -> None:
+    def enter(self, *, enqueues: bool = True) -> None:
         """The door of every call: refuses a shut-down manager, closes what was dropped.
 
-        Also lets go of the last batch, and keeps changes that nobody sends from piling up.
+        Also lets go of the last batch, and keeps changes that nobody sends from piling up. Ends of
+        leases may wait where the call `enqueues` nothing.
         """
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
         self.refuse_reentry()
         self.handles.forget_batch()
-        if self.leases.idle:
+        if self.leases.idle and (enqueues or len(self.leases.idle) > MOST_IDLE):
             self.leases.take_back()
         if self.parents:
             self.parents.take_arrived()

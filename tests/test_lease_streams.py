@@ -115,6 +115,25 @@ def test_dropping_many_arrays_leaves_one_thing_to_do():
     assert len(s.m._runtime.leases.idle) == 1
 
 
+def test_leases_that_one_consumer_takes_and_drops_enqueue_nothing_until_others_come():
+    s = Scene(8)
+    s.append(1)
+    before = len(s.consumer.queue)
+    for _ in range(10):
+        s.m.lease(0, "key", stream=s.consumer)
+        s.m.lease_page_table(stream=s.consumer)
+    waits_of_ours = len(s.consumer.queue) - before  # for the append: at every hand-over
+    assert len(s.m._runtime.leases.idle) == 20
+    s.m.lease(0, "key", stream=s.other)
+    assert len(s.m._runtime.leases.idle) == 1
+    assert len(s.consumer.queue) - before == waits_of_ours + 1  # one event for all twenty
+    for _ in range(40):
+        s.m.lease(0, "key", stream=s.consumer)
+    assert len(s.m._runtime.leases.idle) <= 33
+    s.m.get_storage_statistics()
+    assert not s.m._runtime.leases.idle
+
+
 def test_synchronize_is_for_the_host():
     s = Scene(4)
     s.append(6)
