@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -60,6 +61,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections():
+    """What is alive between files stays alive: `gc.collect` in a test need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

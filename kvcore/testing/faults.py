@@ -24,6 +24,7 @@ LAUNCH: Final = (
     "take_rows",
     "append",
     "gather",
+    "copy",
     "copy_pages",
     "copy_tokens",
     "copy_tails",
