@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvcore.errors import LeaseInUse, StateError
@@ -81,7 +82,7 @@ class LeaseEntry:
         """
         token = object()
         self._count(self._uses, token)
-        return lambda: self._drop(self._uses, token)
+        return partial(self._drop, self._uses, token)
 
     def use_while(self, window: object) -> None:
         """Counts one more array, which is dropped together with `window`."""
@@ -109,7 +110,7 @@ class LeaseEntry:
 
     def settle(self) -> None:
         """Lets go of the memory where nobody uses it any more. In any thread; idempotent."""
-        if self.in_use:
+        if self._uses or self._viewers:
             return
         if self.streams and not self.waits:
             self.waits = True

@@ -81,7 +81,7 @@ class LeasedArray(Exporter):
         return self._view.interface() | {"stream": None if ordered else LEGACY}
 
     def _hand_over(self, stream: object) -> None:
-        self._entry.refuse_closed()
+        """Of a lease that is counted as in use, or was just found open."""
         on = self._stream_of(stream)
         if on is not None:
             with self._runtime.lock:
@@ -93,7 +93,8 @@ class LeasedArray(Exporter):
     def _stream_of(self, stream: object) -> Stream | None:
         """The stream that DLPack names; None where it asks for no order."""
         if self._view.device[0] in HOST_KINDS:
-            check_no_stream(stream)
+            if stream is not None:
+                check_no_stream(stream)
             return None
         if stream is None:
             return self._runtime.device.stream(LEGACY)

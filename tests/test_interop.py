@@ -70,23 +70,28 @@ def test_jax_arrays_go_in_and_out(step):
 
 
 @pytest.mark.parametrize("take", [np.from_dlpack, np.asarray])
-def test_a_lease_that_is_closed_while_it_is_taken(take, monkeypatch):
-    """Another thread closes it between the look whether it is open and the count."""
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_lease_that_is_closed_while_it_is_taken(take, counted, monkeypatch):
+    """Another thread closes it right before the array is counted, or right after."""
     m = typed_manager()
     lease = m.lease(0, "key")
-    look = LeaseEntry.refuse_closed
+    count = LeaseEntry._count
 
-    def look_and_close(entry):
-        monkeypatch.setattr(LeaseEntry, "refuse_closed", look)
-        look(entry)
+    def count_and_close(entry, users, one):
+        monkeypatch.setattr(LeaseEntry, "_count", count)
+        if counted:
+            count(entry, users, one)
         with suppress(k.LeaseInUse):
             lease.close()
             m.shutdown()
+        if not counted:
+            count(entry, users, one)
 
-    monkeypatch.setattr(LeaseEntry, "refuse_closed", look_and_close)
+    monkeypatch.setattr(LeaseEntry, "_count", count_and_close)
     memory, held = m._runtime.pools[0][0], None
     with suppress(k.StateError):
         held = take(lease)
     assert not lease.is_open
-    assert lease.num_arrays == (held is not None)
-    assert memory.closed == (held is None)
+    assert counted == (held is not None)
+    assert lease.num_arrays == counted
+    assert memory.closed != counted

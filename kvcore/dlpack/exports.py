@@ -20,7 +20,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable
-from ctypes import c_void_p, cast, memmove, pythonapi
+from ctypes import c_void_p, cast, pythonapi
 from functools import cache
 from typing import Any, Final
 
@@ -65,10 +65,11 @@ class Exports:
         window = Window(pattern.view, pattern.interface)
         capsule = np.asarray(window).__dlpack__(max_version=pattern.version)
         start = self._pointer(capsule, pattern.name)
-        for place, content in pattern.corrections:
-            memmove(start + place, content, len(content))
-        for place, content in pattern.axes:
-            memmove(c_void_p.from_address(start + place).value or 0, content, len(content))
+        for place, kind, content in pattern.corrections:
+            kind.from_address(start + place).raw = content
+        for place, kind, content in pattern.axes:
+            pointer = c_void_p.from_address(start + place).value or 0
+            kind.from_address(pointer).raw = content
         key, out = id(window), self._out
 
         def gone(_: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from ctypes import Array, c_char, c_int64
 from typing import Any, Final, NamedTuple
 
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY, Version
@@ -11,6 +11,21 @@ from kvcore.dlpack.view import ArrayView
 
 NUMPYS: Final = (1, 0)
 """The version that NumPy is asked for; what says otherwise is corrected."""
+
+
+class Bytes(NamedTuple):
+    """What is written into a structure, and where."""
+
+    place: int
+    """In bytes from the start of the structure."""
+    kind: type[Array[c_char]]
+    """An array of so many bytes: to assign to its `raw` is the shortest way to an address."""
+    content: bytes
+
+    @classmethod
+    def at(cls, place: int, content: bytes) -> Bytes:
+        """With the kind that fits."""
+        return cls(place, c_char * len(content), content)
 
 
 class Pattern(NamedTuple):
@@ -24,10 +39,9 @@ class Pattern(NamedTuple):
     name: bytes
     deleter: int
     """Where the deleter is in the structure, in bytes."""
-    corrections: tuple[tuple[int, bytes], ...]
-    """Bytes of the structure, and where."""
-    axes: tuple[tuple[int, bytes], ...]
-    """Shape and strides where they are not the array's, and where the structure points to them."""
+    corrections: tuple[Bytes, ...]
+    axes: tuple[Bytes, ...]
+    """Shape and strides where they are not the array's: behind the pointers that lie there."""
 
 
 def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
@@ -69,15 +83,15 @@ def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
     )
 
 
-def _axes(view: ArrayView, within: int) -> tuple[tuple[int, bytes], ...]:
+def _axes(view: ArrayView, within: int) -> tuple[Bytes, ...]:
     numbers = c_int64 * len(view.shape)
     return (
-        (within + DLTensor.shape.offset, bytes(numbers(*view.shape))),
-        (within + DLTensor.strides.offset, bytes(numbers(*view.normal_strides))),
+        Bytes.at(within + DLTensor.shape.offset, bytes(numbers(*view.shape))),
+        Bytes.at(within + DLTensor.strides.offset, bytes(numbers(*view.normal_strides))),
     )
 
 
-def _merged(content: bytes, spans: list[tuple[int, int]]) -> tuple[tuple[int, bytes], ...]:
+def _merged(content: bytes, spans: list[tuple[int, int]]) -> tuple[Bytes, ...]:
     """The content of spans (start, size), neighbours joined."""
     starts: list[list[int]] = []
     for start, size in sorted(spans):
@@ -85,4 +99,4 @@ def _merged(content: bytes, spans: list[tuple[int, int]]) -> tuple[tuple[int, by
             starts[-1][1] = start + size
         else:
             starts.append([start, start + size])
-    return tuple((start, content[start:end]) for start, end in starts)
+    return tuple(Bytes.at(start, content[start:end]) for start, end in starts)
