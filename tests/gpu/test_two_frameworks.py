@@ -18,7 +18,7 @@ from kvcore_adapters.for_jax import JaxPools  # noqa: E402
 from kvcore_adapters.for_torch import tensor  # noqa: E402
 
 pytestmark = pytest.mark.no_sanitizer
-RUNS, T, H, D = 300, 4, 2, 8
+RUNS, T, H, D = 1_000, 4, 2, 8
 
 
 @pytest.fixture
