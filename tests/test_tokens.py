@@ -119,7 +119,7 @@ def test_a_bool_in_a_list_is_the_int_it_is():
         np.array([1, 2], object),
         array("d", [1.0]),
     ],
-    ids=repr,
+    ids=lambda tokens: repr(tokens).partition(" at 0x")[0],
 )
 def test_what_is_no_container_of_ints(tokens):
     with pytest.raises(TypeError, match=r"^prompt(\[\d\])?: expected .*, got "):
