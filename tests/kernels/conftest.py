@@ -8,13 +8,21 @@ import pytest
 from tests.kernels import build
 
 
+@pytest.fixture(scope="session")
+def compiled() -> dict[tuple[int | None, int | None], build.CpuKernels]:
+    """What is compiled so far, by tuning: a run file by file comes back to each of them."""
+    return {}
+
+
 @pytest.fixture(scope="session", params=[(None, None), (32, 3)], ids=["tuned", "odd tuning"])
-def kernels(request, tmp_path_factory):
+def kernels(request, compiled, tmp_path_factory):
     if build.compiler() is None:
         pytest.skip("needs a C++ compiler")
-    sources = build.tuned(*request.param)
-    library = build.build(tmp_path_factory.mktemp("kernels"), sources, *build.CHECKS)
-    return build.CpuKernels(library, sources, seed=5)
+    if request.param not in compiled:
+        sources = build.tuned(*request.param)
+        library = build.build(tmp_path_factory.mktemp("kernels"), sources, *build.CHECKS)
+        compiled[request.param] = build.CpuKernels(library, sources, seed=5)
+    return compiled[request.param]
 
 
 @pytest.fixture(autouse=True)
