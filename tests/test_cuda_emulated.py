@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -64,13 +67,26 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     return environment(folder)
 
 
-@pytest.mark.parametrize(
-    "suite", ["battery", "beams", "formats", "interop", "memory", "streams", "walks", "work"]
-)
-def test_on_the_fake_driver(emulated, suite):
+@pytest.fixture(scope="module")
+def runs(request, emulated) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
+    """The suites that are asked for, on their way in as many processes as there are cores."""
+    here = [item for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        suites = [item.callspec.params["suite"] for item in here]
+        yield {suite: pool.submit(run, suite, emulated) for suite in suites}
+
+
+def run(suite: str, variables: dict[str, str]) -> CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
     command.append(str(HERE / "emulated" / f"{suite}.py"))
-    done = subprocess.run(command, env=emulated, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "suite", ["beams", "battery", "formats", "work", "interop", "memory", "streams", "walks"]
+)
+def test_on_the_fake_driver(runs, suite):
+    done = runs[suite].result()
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "runtime error" not in text, text  # of the sanitizer for undefined behaviour
