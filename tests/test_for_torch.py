@@ -1,4 +1,4 @@
-"""Pages as torch tensors, and kvcore's operations as operators, also inside `torch.compile`."""
+"""kvcore's operations as operators of torch, also inside `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,112 +13,11 @@ from tests.helpers import opened, row, typed_manager
 
 torch = pytest.importorskip("torch")
 from kvcore_adapters import for_torch  # noqa: E402 - needs torch
-from kvcore_adapters.for_torch import TorchBatch, TorchPools, tensor, torch_type  # noqa: E402
+from kvcore_adapters.for_torch import TorchBatch, TorchPools  # noqa: E402
 
 H, D, T = 2, 8, 4
 BACKENDS = ["eager", "inductor"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # Inductor's own
-
-
-def some(dtype: str, *shape: int):
-    """Random tensors of any type, by their bits."""
-    size = DTYPE_BITS[dtype]
-    dim = shape[-1] // 2 if size == 4 else shape[-1]
-    raw = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 256,
-                                            (*shape[:-1], dim * max(size // 8, 1)))  # fmt: skip
-    return torch.from_numpy(raw.astype(np.uint8)).view(torch_type(dtype))
-
-
-def bits(its):
-    return its.contiguous().view(torch.uint8)
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
-def test_pages_are_tensors_of_their_type_in_place(layout, dtype):
-    m = typed_manager(slots=64, layers=3, layout=layout, dtype=dtype)
-    (kv,) = opened(m, 7)
-    with TorchPools(m) as pools:
-        step = TorchBatch(pools, 1, 8)
-        step.prepare([kv], 7)
-        new = some(dtype, 3, 7, H, D)
-        step.append(range(3), {"key": new, "value": new.flip(1) if D > 8 else new})
-        lease = m.lease(2, "value")
-        for pages in (tensor(lease), pools.pages(2, "value")):
-            assert pages.dtype == torch_type(dtype)
-            assert pages.data_ptr() == lease.address
-            assert pages.stride() == tuple(
-                n if n == 1 else n // 2 if DTYPE_BITS[dtype] == 4 else n for n in lease.strides
-            )
-            found = torch.stack([bits(pages[slot]) for slot in row(kv)]).view(torch.uint8)
-            if layout == "HND":
-                found = found.transpose(1, 2)
-            assert torch.equal(found.flatten(0, 1)[:7], bits(new[2]))
-        assert torch.equal(bits(step.gather(2, ["value"])[0]), bits(new[2]))
-        del pages, found
-        lease.close()
-    kv.close()
-    m.shutdown()
-
-
-def test_pools_of_several_kinds_are_bytes_with_typed_views():
-    kinds = {"key": ("float16", (2, 8)), "value": ("float8_e5m2", (2, 16)), "scales": (None, None)}
-    buffers = [k.BufferConfig(role=r, size=128, dtype=d, shape=s) for r, (d, s) in kinds.items()]
-    config = k.KVCacheManagerConfig(
-        tokens_per_block=4,
-        cache_tiers=[k.GpuCacheTierConfig(quota=4096)],
-        layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
-    )
-    m = k.KVCacheManager(config, device="host")
-    with TorchPools(m) as pools:
-        assert {its.dtype for its in pools.tensors.values()} == {torch.uint8}
-        for role, (dtype, shape) in kinds.items():
-            pages, lease = pools.pages(0, role), m.lease(0, role)
-            assert pages.dtype == (torch.uint8 if dtype is None else torch_type(dtype))
-            assert pages.data_ptr() == lease.address
-            assert tuple(pages.shape) == lease.shape
-            assert pages.stride() == lease.strides
-            assert shape is None or pages.shape[2:] == shape
-        del pages
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_finer_pages(layout):
-    buffers = [
-        k.BufferConfig(role=r, size=2 * H * D * 4, dtype="float32", shape=(H, D), layout=layout,
-                       tokens_per_block_override=2) for r in ("key", "value")
-    ]  # fmt: skip
-    config = k.KVCacheManagerConfig(
-        tokens_per_block=8,
-        cache_tiers=[k.GpuCacheTierConfig(quota=8 * 4096)],
-        layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
-    )
-    m = k.KVCacheManager(config, device="host")
-    with TorchPools(m) as pools:
-        pages, lease = pools.pages(0, "value"), m.lease(0, "value")
-        assert (tuple(pages.shape), pages.stride()) == (lease.shape, lease.strides)
-        assert pages.data_ptr() == lease.address
-        del pages
-
-
-def test_closing_pools_that_somebody_holds():
-    m = typed_manager()
-    pools = TorchPools(m)
-    held = pools.pages(0, "key")
-    with pytest.raises(k.LeaseInUse, match="pool 0 of layer group 0"):
-        pools.close()
-    with pytest.raises(k.LeaseInUse, match="shutdown"):
-        m.shutdown()
-    held.fill_(1)
-    del held
-    pools.close()
-    m.shutdown()
-
-
-# -- operators -------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -384,6 +283,56 @@ def test_layer_after_layer_writes_and_attends_through_pages(backend):
         assert torch.equal(step.gather(0)[1], 2 * x)
     torch._dynamo.reset()
     gc.collect()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_slots_are_copied_between_writes(backend, kind):
+    """With all layers and roles, in place, by slots that are read on the device."""
+    engine = Engine()
+    pools, step = engine.pools, engine.step
+
+    def work(keys, values, sources, targets):
+        step.append([0, 1], {"key": keys, "value": values})
+        pools.copy_pages(0, sources, targets)
+        seen = 2 * pools.pages(1, "key")[targets]
+        step.append(1, {"key": 3 * keys[1], "value": values[1]})
+        return seen, *step.gather(1)
+
+    compiled = work
+    if backend:
+        torch._dynamo.reset()
+        compiled = torch.compile(work, backend=backend, fullgraph=True)
+    first, second = engine.kvs
+    (a, b), (c,) = row(first), row(second)
+    for places in (([a, c], [40, 41]), ([b, a], [41, 43]), ([c], [40])):
+        engine.wipe()
+        step.prepare(engine.kvs, [6, 3], start=[0, 0])
+        keys, values = torch.randn(2, 9, H, D), torch.randn(2, 9, H, D)
+        seen, *gathered = compiled(keys, values, *(torch.tensor(p, dtype=kind) for p in places))
+        whole = torch.zeros(2, 64, T, H, D), torch.zeros(2, 64, T, H, D)
+        for its, new in zip(whole, (keys, values), strict=True):
+            its[:, a], its[:, b, :2], its[:, c, :3] = new[:, :4], new[:, 4:6], new[:, 6:]
+            its[:, places[1]] = its[:, places[0]]
+        assert torch.equal(seen, 2 * whole[0][1, places[1]])
+        assert torch.equal(gathered[0], 3 * keys[1])
+        assert torch.equal(gathered[1], values[1])
+        for layer in range(2):
+            for its, role in zip(whole, ("key", "value"), strict=True):
+                targets = pools.pages(layer, role)[places[1]]
+                assert torch.equal(targets, its[layer, places[1]])
+    del seen, gathered, targets, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    engine.close()
+
+
+def test_a_layer_group_that_is_none_is_named():
+    engine = Engine()
+    slots = torch.tensor([1])
+    with pytest.raises(ValueError, match=r"layer_group: expected one of \[0\], got 1"):
+        engine.pools.copy_pages(1, slots, slots)
     engine.close()
 
 

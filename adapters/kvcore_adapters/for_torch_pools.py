@@ -140,9 +140,38 @@ class TorchPools:
     def pages(self, layer: int, role: str) -> Any:
         """The pages of a buffer, as `KVCacheManager.lease` shows them, as a view of their pool."""
         where = self._of(layer, role)
-        slots = self.tensors[where.key].view(torch.uint8).view(-1, where.slot_bytes)
+        slots = self._slots(where.key, where.slot_bytes)
         part = slots[:, where.start : where.end]
         return part if where.shape is None else part.view(where.dtype).unflatten(1, where.shape)
+
+    def copy_pages(self, layer_group: int, sources: Any, targets: Any) -> None:
+        """Copies slots with all their buffers: `sources[i]` over `targets[i]`.
+
+        Parameters
+        ----------
+        layer_group : int
+        sources, targets : torch.Tensor of int32 or int64 [n]
+            Slots, as `page_table` has them, on the pools' device; no target twice. Not checked:
+            they are read on the device, so that a captured graph can have others each time.
+
+        Notes
+        -----
+        For pages that the caller may write: those of blocks behind the history, which no other
+        cache shares. Plain tensor code on torch's current stream, two kernels a pool and room for
+        n slots in between; it compiles, in place, and can be captured. Belongs between `prepare`
+        and `finish` of a step over the caches whose pages these are.
+        """
+        slot_bytes = {where.key: where.slot_bytes for where in self._where.values()}
+        found = [key for key in slot_bytes if key[0] == layer_group]
+        if not found:
+            raise wrong("layer_group", f"one of {sorted({g for g, _ in slot_bytes})}", layer_group)
+        for key in found:
+            slots = self._slots(key, slot_bytes[key])
+            slots[targets] = slots[sources]
+
+    def _slots(self, key: tuple[int, int], slot_bytes: int) -> Any:
+        """A pool as uint8 `[slots, bytes]`."""
+        return self.tensors[key].view(torch.uint8).view(-1, slot_bytes)
 
     def of(self, layers: Iterable[int], roles: Iterable[str]) -> list[Any]:
         """The pools that hold these buffers, each once."""
