@@ -158,14 +158,20 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
     with TorchPools(s.m) as pools, torch.cuda.stream(side):
         step = TorchBatch(pools, 2, 8)
 
+        sources = torch.tensor([s.slot], device="cuda")
+        targets = torch.zeros_like(sources)
+        slots = s.m.pool_group_descs[0].num_slots
+
         def work(keys, values):
             step.append([0, 1], {"key": keys, "value": values})
+            pools.copy_pages(0, sources, targets)
             got = step.gather(1)
             return got[0] + 0, got[1] + 0, step.page_table(num_blocks=1)
 
         call = torch.compile(work, fullgraph=True) if compiled else work
         static = [torch.zeros(2, 4, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         step.prepare([s.kv], 4, start=[0])
+        targets.fill_((s.slot + 1) % slots)
         for _ in range(3):
             call(*static)
         side.synchronize()
@@ -175,14 +181,17 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
         for value in range(5):
             for its in static:
                 its.normal_()
+            target = (s.slot + 1 + value) % slots
+            targets.fill_(target)
             step.prepare([s.kv], 4, start=[0])
             graph.replay()
             side.synchronize()
             assert torch.equal(results[0], static[0][1])
             assert torch.equal(results[1], static[1][1])
             assert results[2].tolist() == [[s.slot]], value
-            page = pools.pages(0, "key")[s.slot]
-            assert torch.equal(page, static[0][0])
+            for slot in (s.slot, target):
+                page = pools.pages(0, "key")[slot]
+                assert torch.equal(page, static[0][0])
             del page
         del graph, results, call
         torch._dynamo.reset()
