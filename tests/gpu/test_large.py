@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import cupy
 import numpy as np
 import pytest
 
+import kvcore as k
 from kvcore.device.base import (
     BeamArrays,
     PageNumbers,
@@ -15,8 +18,10 @@ from kvcore.device.base import (
     TailPlace,
 )
 from tests.device.harness import buffer_bytes
+from tests.gpu.sharing import adapter, pointer, raw
 from tests.gpu.test_kernels import GIB, D, H, T, model_geometry
 from tests.gpu.tools import free_bytes
+from tests.helpers import typed_manager
 
 pytestmark = pytest.mark.no_sanitizer
 COLUMNS = 1 << 29  # blocks of a row: five rows are more than 2**31 cells
@@ -202,3 +207,31 @@ def test_page_tables_for_others_beyond_31_bits(rig, table):
     pools = [PoolNumbers(0, 2, 1, 1)]
     rig.device.block_offsets(table.transpose(1, 0, 2), rows, out, pools, stream=rig.stream)
     assert rig.get(out[0, 0, :, -2:]).tolist() == [[22, 24], [23, 25]]
+
+
+@pytest.mark.parametrize("name", ["cupy", "torch", "jax"])
+def test_leases_beyond_2_to_the_32_elements(rig, name):
+    """The last page of a pool: of all buffers by its page index, of one buffer by its slot."""
+    take = adapter(name)
+    if free_bytes() < 10 * GIB:
+        pytest.skip("needs 10 GiB of free device memory")
+    m = typed_manager(slots=(1 << 14) + 8, T=256, layers=1, heads=8, dim=128, dtype="float16",
+                      device=rig.device, stream=rig.stream)  # fmt: skip
+    ids = np.array([m.pool_group_descs[0].num_slots - 1], np.int32)
+    for slots, value in ((ids - 1, 0x11), (ids, 0x3C)):
+        rig.device.fill_pages(m._runtime.pool_places[0], slots, value, stream=rig.stream)
+    convert = m.get_page_index_converter(0, "value")
+    index = int(convert(ids, k.PageIndexMode.PER_LAYER).reshape(-1)[0])
+    pool = take(m.lease(layer_group=0))
+    assert pool.shape[0] * 256 * 8 * 128 > 1 << 32
+    assert set(raw(pool[index]).tolist()) == {0x3C}
+    assert set(raw(pool[index - 2]).tolist()) == {0x11}
+    if name != "jax":  # which takes no gaps
+        pages = take(m.lease(0, "value"))
+        assert pointer(pages[-1]) == pointer(pool[index])
+        pages[-1, -1, -1, -1] = 0
+        assert raw(pool[index, -1, -1, -2:]).tolist() == [0x3C, 0x3C, 0, 0]
+        del pages
+    del pool
+    gc.collect()
+    m.shutdown()
