@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.device.cuda import CudaDevice
+from kvcore.dlpack.importer import from_capsule
+from kvcore.dlpack.structs import CPU, CUDA
+from tests.device.harness import Rig
 from tests.gpu import tools
 from tests.gpu.sharing import D, H, Scene, T, adapter, framework, raw
 
@@ -43,6 +47,49 @@ def test_the_consumers_stream_waits_for_pages_that_are_late(scene, given):
         assert set(found.reshape(-1).tolist()) == {7}
     s.rig.stream.synchronize()
     del capsule, page
+
+
+def test_a_copy_for_the_host_comes_after_late_work(scene):
+    """And is there when the call returns: host code has no stream to wait on."""
+    s = scene()
+    lease = s.m.lease(0, "key")
+    s.fill(0)
+    cupy.cuda.runtime.deviceSynchronize()
+    tools.delay(s.device, s.rig.stream, 50)
+    s.fill(7)
+    capsule = lease.__dlpack__(dl_device=(CPU, 0), copy=True, max_version=(1, 0))
+    found = from_capsule(capsule).numpy()
+    assert set(found[s.slot].view(np.uint8).reshape(-1).tolist()) == {7}
+    for copy in (None, False):
+        with pytest.raises(BufferError, match="copy=True"):
+            lease.__dlpack__(dl_device=(CPU, 0), copy=copy, max_version=(1, 0))
+    del found, capsule
+    lease.close()
+
+
+def test_the_second_gpus_pages_while_the_first_is_current(monkeypatch):
+    if tools.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    device = CudaDevice(1)
+    monkeypatch.setattr(device, "grain", lambda quota: 4096)
+    rig = Rig(device, device.create_stream())
+    s = Scene(rig)
+    consumer = device.create_stream()
+    page = s.m.get_pages(0, "key")[s.slot].view(np.uint8)
+    with s.m.lease(0, "key") as lease:
+        assert lease.__dlpack_device__() == (CUDA, 1)
+        for value in range(5):
+            tools.delay(device, rig.stream, 10)
+            s.fill(value)
+            capsule = lease.__dlpack__(stream=consumer.handle, max_version=(1, 0))
+            found = device.to_host(page, stream=consumer)
+            assert set(found.reshape(-1).tolist()) == {value}
+            del capsule
+    assert cupy.cuda.runtime.getDevice() == 0
+    del page
+    s.close()
+    rig.close()
+    device.close()
 
 
 @pytest.mark.parametrize("kind", ["non-blocking", "legacy", "per-thread"])
