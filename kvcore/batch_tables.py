@@ -339,6 +339,9 @@ def _table_pools(runtime: Runtime, roles: tuple[str, str]) -> tuple[TablePool, .
             raise wrong("roles", f"K and V of layer {layer} in one pool", roles,
                         "give both buffers the same size")  # fmt: skip
         apart = (value.layer_offset - key.layer_offset) * key.expansion
+        if apart < 0:  # V of slot 0 would have a negative index, which is no page
+            raise wrong("roles", f"the buffer of K before that of V in layer {layer}", roles,
+                        "declare them in this order")  # fmt: skip
         members.setdefault((key.layer_group, key.pool, key.expansion, apart), []).append(key)
     if not members:
         raise wrong("roles", "roles that a layer has", roles)

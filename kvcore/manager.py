@@ -334,8 +334,8 @@ class KVCacheManager(Lifecycle, PrefixCalls, LeaseCalls, PoolQueries):
     def create_batch_tables(self, roles: tuple[str, str] = ("key", "value")) -> BatchTables:
         """What makes `[pools, rows, 2, blocks]` tables of page indices, K and V, for a batch.
 
-        Raises `ValueError` unless every layer with the first of `roles` has the second one in the
-        same pool, that is of the same size. Give a role twice where K and V are one.
+        Raises `ValueError` unless every layer with the first of `roles` has the second one behind
+        it in the same pool, that is of the same size. Give a role twice where K and V are one.
         """
         with self._runtime.lock:
             self._runtime.enter()

@@ -176,6 +176,13 @@ def test_one_role_twice_where_keys_and_values_are_one():
     assert offsets.tolist() == [[[[0, 2, -1, -1], [0, 2, -1, -1]]]]
 
 
+def test_values_before_their_keys_are_refused():
+    """The value of slot 0 would have the index -1, which is no page."""
+    m = beams_manager(layers=2)
+    with pytest.raises(ValueError, match="K before that of V in layer 0"):
+        m.create_batch_tables(("value", "key"))
+
+
 def mixed_batch():
     m = beams_manager(slots=128, layers=1)
     (context,) = opened(m, 18)
