@@ -197,6 +197,7 @@ def test_foreign_operands_are_waited_for(scene):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
+    """Static inputs are filled anew before every replay; the graph's own results are compared."""
     torch = framework("torch")
     from kvcore_adapters.for_torch import TorchBatch, TorchPools
 
@@ -204,27 +205,20 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
     side = torch.cuda.Stream()
     with TorchPools(s.m) as pools, torch.cuda.stream(side):
         step = TorchBatch(pools, 2, 8)
-
+        static = [torch.zeros(2, 4, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         sources = torch.tensor([s.slot], device="cuda")
         targets = torch.zeros_like(sources)
         slots = s.m.pool_group_descs[0].num_slots
 
-        def work(keys, values):
-            step.append([0, 1], {"key": keys, "value": values})
+        def work():
+            step.append([0, 1], {"key": static[0], "value": static[1]})
             pools.copy_pages(0, sources, targets)
             got = step.gather(1)
             return got[0] + 0, got[1] + 0, step.page_table(num_blocks=1)
 
-        call = torch.compile(work, fullgraph=True) if compiled else work
-        static = [torch.zeros(2, 4, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         step.prepare([s.kv], 4, start=[0])
         targets.fill_((s.slot + 1) % slots)
-        for _ in range(3):
-            call(*static)
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            results = call(*static)
+        graph, results = captured(torch, torch.compile(work, fullgraph=True) if compiled else work)
         for value in range(5):
             for its in static:
                 its.normal_()
@@ -236,14 +230,26 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
             assert torch.equal(results[0], static[0][1])
             assert torch.equal(results[1], static[1][1])
             assert results[2].tolist() == [[s.slot]], value
-            for slot in (s.slot, target):
-                page = pools.pages(0, "key")[slot]
-                assert torch.equal(page, static[0][0])
-            del page
-        del graph, results, call
+            pages = pools.pages(0, "key")
+            assert torch.equal(pages[s.slot], static[0][0])
+            assert torch.equal(pages[target], static[0][0])
+            del pages
+        del graph, results
         torch._dynamo.reset()
         gc.collect()
     s.close()
+
+
+def captured(torch, work):
+    """A graph of `work`, captured on torch's stream after three runs, and its results."""
+    stream = torch.cuda.current_stream()
+    for _ in range(3):
+        work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = work()
+    return graph, results
 
 
 # -- JAX -------------------------------------------------------------------------------------------
