@@ -227,13 +227,11 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
             step.prepare([s.kv], 4, start=[0])
             graph.replay()
             side.synchronize()
-            assert torch.equal(results[0], static[0][1])
-            assert torch.equal(results[1], static[1][1])
+            assert all(torch.equal(results[i], static[i][1]) for i in range(2))
             assert results[2].tolist() == [[s.slot]], value
-            pages = pools.pages(0, "key")
-            assert torch.equal(pages[s.slot], static[0][0])
-            assert torch.equal(pages[target], static[0][0])
-            del pages
+            for page in pools.pages(0, "key")[[s.slot, target]]:
+                assert torch.equal(page, static[0][0])
+            del page
         del graph, results
         torch._dynamo.reset()
         gc.collect()
