@@ -346,7 +346,7 @@ class Batch(BeamBatch, Formats):
             raise StateError("the batch holds no step; call prepare() first")
         on = step.stream if stream is None else runtime.device.stream(stream)
         seqs, streams = runtime.control.seqs, runtime.streams
-        if runtime.leases.idle:
+        if runtime.leases.idle or runtime.leases.owed:
             with runtime.lock:
                 runtime.leases.take_back()
         if step.changes == seqs.changes and step.loans == streams.changes and on is step.last:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -17,11 +16,11 @@ if TYPE_CHECKING:
     from kvcore.runtime import Runtime
 
 
-MOST_IDLE: Final = 32
-"""Leases whose ends may wait for a call that enqueues work, or for another consumer."""
-
 MOST_PARTS: Final = 1024
 """Parts of memory that are remembered, with what makes their capsules."""
+
+Idle = dict[object, "LeaseEntry"]
+"""Entries that nobody uses just now, since the last look, by the moment when that began."""
 
 
 class LeaseEntry:
@@ -32,25 +31,38 @@ class LeaseEntry:
     `idle`, and the manager's next call hands its pages back.
     """
 
-    def __init__(
-        self, number: int, part: str, memory: Memory, end: int, idle: deque[LeaseEntry]
-    ) -> None:
+    __slots__ = (
+        "_idle",
+        "_number",
+        "_part",
+        "_users",
+        "closed",
+        "given",
+        "memory",
+        "streams",
+        "waits",
+    )
+
+    def __init__(self, number: int, part: str, memory: Memory, end: int, idle: Idle) -> None:
         self.memory = memory
         self._number, self._part = number, part
-        self.streams: list[Stream] = []
-        """Of consumers, since their work was last handed back, and `given`."""
-        self.acquired: set[Stream] = set()
-        """Those of them that the caller named himself, and so orders."""
+        self.streams: dict[Stream, bool] = {}
+        """Of consumers, since their work was last handed back, and `given`.
+
+        With each of them, whether the caller named it himself, and so orders it.
+        """
         self.given: Stream | None = None
         """The stream that the lease was taken for: handed back as long as the lease is open."""
         self.closed = False
         """Whether nothing more is handed over."""
         self.waits = False
-        """Whether it is among the idle."""
-        self._uses: set[object] = set()  # arrays that tell when they are dropped
-        self._viewers: set[object] = set()  # objects that lend their own life to arrays
+        """Whether it is among the idle, with nothing handed back since."""
+        self._users: dict[object, bool] = {}
+        """Arrays that tell when they are dropped: True; what lends its own life to arrays: False.
+
+        Each operation on it is one that no other thread can come into.
+        """
         self._idle = idle
-        self._lease: weakref.ref[object] | None = None
         memory.holds.add(self, end)
 
     def __repr__(self) -> str:
@@ -64,16 +76,17 @@ class LeaseEntry:
     @property
     def num_uses(self) -> int:
         """Arrays that consumers still hold."""
-        return len(self._uses)
+        return list(self._users.values()).count(True)
 
     @property
     def in_use(self) -> bool:
         """Whether consumers may still enqueue work on the memory."""
-        return bool(self._uses or self._viewers)
+        return bool(self._users)
 
-    def follow(self, lease: object) -> None:
-        """Closes when `lease` is dropped."""
-        self._lease = weakref.ref(lease, lambda _: self.close())
+    @property
+    def ordered(self) -> bool:
+        """Whether the caller named a stream that is not handed back yet."""
+        return any(self.streams.values())
 
     def use(self) -> Callable[[], None]:
         """Counts one more array; what has to be called when it is dropped.
@@ -81,27 +94,35 @@ class LeaseEntry:
         As the others that count, raises `StateError` once closed.
         """
         token = object()
-        self._count(self._uses, token)
-        return partial(self._drop, self._uses, token)
+        self._count(token, is_array=True)
+        return partial(self._drop, token)
 
     def use_while(self, window: object) -> None:
         """Counts one more array, which is dropped together with `window`."""
-        self._count(self._uses, weakref.ref(window, lambda one: self._drop(self._uses, one)))
+        self._count(weakref.ref(window, self._drop), is_array=True)
 
     def view(self, viewer: object) -> None:
         """Counts `viewer` as long as it lives: arrays that hold it tell nobody else."""
-        self._count(self._viewers, weakref.ref(viewer, lambda one: self._drop(self._viewers, one)))
+        self._count(weakref.ref(viewer, self._drop), is_array=False)
 
-    def _count(self, users: set[object], one: object) -> None:
+    def _count(self, user: object, *, is_array: bool) -> None:
         """First counts and then looks: `close`, in another thread, does it the other way round."""
-        users.add(one)
+        known = user in self._users  # a viewer counts once
+        self._users[user] = is_array
         if self.closed:
-            self._drop(users, one)
+            if not known:
+                self._drop(user)
             self.refuse_closed()
 
-    def _drop(self, users: set[object], one: object) -> None:
-        users.discard(one)
+    def _drop(self, user: object) -> None:
+        self._users.pop(user, None)
         self.settle()
+
+    def forget(self, streams: list[Stream]) -> None:
+        """They are handed back: no work is left there, but on `given` more may come."""
+        for stream in streams:
+            if self.closed or stream is not self.given:
+                self.streams.pop(stream, None)
 
     def close(self) -> None:
         """Hands nothing more over."""
@@ -110,19 +131,21 @@ class LeaseEntry:
 
     def settle(self) -> None:
         """Lets go of the memory where nobody uses it any more. In any thread; idempotent."""
-        if self._uses or self._viewers:
+        closed = self.closed  # first: what is not in use after that stays so
+        if self._users:
             return
         if self.streams and not self.waits:
             self.waits = True
-            self._idle.append(self)
-        if self.closed:
+            self._idle[object()] = self
+        if closed:
             self.memory.holds.remove(self)
 
     def refuse_use(self, call: str) -> None:
         """Raises `LeaseInUse` where a consumer still holds an array."""
-        if self._uses:
+        arrays = self.num_uses
+        if arrays:
             raise LeaseInUse(
-                f"{call}: {len(self._uses)} array(s) of {self.name} are still held; the memory "
+                f"{call}: {arrays} array(s) of {self.name} are still held; the memory "
                 "stays mapped until the last one is dropped"
             )
 
@@ -139,8 +162,11 @@ class LeaseBook:
         self._runtime = runtime
         self._count = 0
         self._parts: dict[Hashable, Leasable] = {}
-        self.idle: deque[LeaseEntry] = deque()
-        """Entries that nobody uses just now, whose pages are not yet handed back."""
+        self.idle: Idle = {}
+        self.owed: dict[Stream, object] = {}
+        """Streams of consumers that are gone, from which pages are still to be handed back, and
+        the moment when the last one went.
+        """
 
     def __bool__(self) -> bool:
         return any(memory.holds for memory in self._memories())
@@ -170,17 +196,34 @@ class LeaseBook:
         `named` where the caller says which stream that is, and not a library.
         """
         runtime = self._runtime
-        if self._others_left(stream):  # what they did comes first
-            self.take_back()
+        if self.idle:
+            self._part_with_idle()
+        if self.owed and (len(self.owed) > 1 or stream not in self.owed):
+            self.take_back()  # what they did comes first
+            self._refuse_capture([other for other in self.owed if other is not stream])
         if not runtime.streams.alone(stream):
             self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
         if runtime.tables is not None:
             runtime.tables.order_behind_last(stream)
-        if stream not in entry.streams:
-            entry.streams.append(stream)
-        if named:
-            entry.acquired.add(stream)
+        if named or stream not in entry.streams:
+            entry.streams[stream] = named
+
+    def end(self, entry: LeaseEntry, stream: Stream | None) -> None:
+        """Closes a lease whose work, on its streams and on one more, comes before all later work.
+
+        An array that is dropped meanwhile, in another thread, is handed back by the next call.
+        """
+        entry.waits = False  # what is dropped from here on comes again
+        ended, held = not entry.in_use, entry.num_uses
+        streams = [] if stream is None else [stream]
+        if not held:
+            streams += [other for other in entry.streams if other not in streams]
+        self.hand_back(entry, streams, forget=False)
+        entry.closed = True
+        if ended and not (entry.in_use or entry.waits):
+            entry.streams.clear()
+        entry.settle()
 
     def hand_back(self, entry: LeaseEntry, streams: list[Stream], *, forget: bool = True) -> None:
         """All later work on pages comes after what was enqueued on `streams` so far.
@@ -191,39 +234,36 @@ class LeaseBook:
             self._refuse_capture(streams)
         for stream in streams:
             self._runtime.streams.hand_back(stream)
+            self.owed.pop(stream, None)
         if forget:
-            self._forget(entry, streams)
-
-    def _forget(self, entry: LeaseEntry, streams: list[Stream]) -> None:
-        for stream in streams:
-            ended = entry.closed or stream is not entry.given
-            if ended and stream in entry.streams:
-                entry.streams.remove(stream)
-                entry.acquired.discard(stream)
+            entry.forget(streams)
 
     def take_back(self) -> None:
-        """Hands back what nobody uses any more; later, where a graph is being captured.
+        """Hands back what nobody uses any more; later, where a graph is being captured."""
+        self._part_with_idle()
+        streams, capturing = self._runtime.streams, self._runtime.device.is_capturing
+        if not self.owed or any(capturing(stream) for stream in streams.working()):
+            return
+        for stream, moment in self.owed.copy().items():
+            if not capturing(stream):
+                streams.hand_back(stream)
+                if self.owed.get(stream) is moment:
+                    del self.owed[stream]
 
-        What was taken anew since then may still be worked on: its streams are not forgotten.
+    def _part_with_idle(self) -> None:
+        """Owes the streams of idle entries, and no longer the entries themselves.
+
+        What was taken anew since then may still be worked on: its streams are not forgotten. An
+        entry leaves last: other threads look here before they take the lock.
         """
-        done: list[Stream] = []
-        for _ in range(len(self.idle)):
-            entry = self.idle.popleft()
-            streams = list(entry.streams)
-            new = [stream for stream in streams if stream not in done]
-            if new and self._captured(new):
-                self.idle.append(entry)
-                continue
-            entry.waits = False
-            for stream in new:
-                self._runtime.streams.hand_back(stream)
-            done += new
-            if not entry.in_use:
-                self._forget(entry, streams)
-
-    def _others_left(self, stream: Stream) -> bool:
-        """Whether pages are still to be handed back from other streams than this one."""
-        return any(other is not stream for entry in list(self.idle) for other in entry.streams)
+        for moment, entry in self.idle.copy().items():
+            entry.waits = False  # what is dropped from here on comes again
+            ended, streams = not entry.in_use, list(entry.streams)
+            for stream in streams:
+                self.owed[stream] = moment
+            if ended:
+                entry.forget(streams)
+            self.idle.pop(moment, None)
 
     def _captured(self, streams: list[Stream]) -> Stream | None:
         """A stream that a graph is being captured from, of those that would wait or be awaited."""
@@ -231,7 +271,7 @@ class LeaseBook:
         return next((s for s in [*streams, *self._runtime.streams.working()] if capturing(s)), None)
 
     def _refuse_capture(self, streams: list[Stream]) -> None:
-        found = self._captured(streams)
+        found = self._captured(streams) if streams else None
         if found is not None:
             raise StateError(
                 f"a graph is being captured from {found!r}: events of other streams cannot be part "

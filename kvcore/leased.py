@@ -34,6 +34,8 @@ class LeasedArray(Exporter):
     dropped, too, before the memory can go.
     """
 
+    __slots__ = ("_entry", "_runtime")
+
     def __init__(
         self,
         runtime: Runtime,
@@ -41,7 +43,7 @@ class LeasedArray(Exporter):
         view: ArrayView,
         patterns: dict[tuple[Any, Any], Pattern] | None = None,
     ) -> None:
-        super().__init__(view, patterns)
+        self._view, self._patterns = view, {} if patterns is None else patterns
         self._runtime, self._entry = runtime, entry
 
     def bits(self) -> LeasedArray:
@@ -75,7 +77,7 @@ class LeasedArray(Exporter):
             raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
         self._entry.refuse_closed()
         self._entry.view(self)
-        ordered = bool(self._entry.acquired)
+        ordered = self._entry.ordered
         if not ordered:
             self._hand_over(None)
         return self._view.interface() | {"stream": None if ordered else LEGACY}
@@ -87,8 +89,14 @@ class LeasedArray(Exporter):
             with self._runtime.lock:
                 self._runtime.leases.hand_over(self._entry, on)
 
-    def _hold(self) -> Release:
-        return self._entry.use()
+    def _hold(self, stream: object) -> Release:
+        release = self._entry.use()
+        try:
+            self._hand_over(stream)
+        except BaseException:
+            release()
+            raise
+        return release
 
     def _stream_of(self, stream: object) -> Stream | None:
         """The stream that DLPack names; None where it asks for no order."""
@@ -133,6 +141,8 @@ class LeasedArray(Exporter):
 
 class LeasedBits(LeasedArray):
     """The memory of a lease as unsigned integers."""
+
+    __slots__ = ("_lease",)
 
     def __init__(self, lease: LeasedArray) -> None:
         super().__init__(lease._runtime, lease._entry, lease.view.bits())

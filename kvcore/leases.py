@@ -54,10 +54,14 @@ class Lease(LeasedArray):
     >>> manager.shutdown()
     """
 
+    __slots__ = ()
+
     def __init__(self, runtime: Runtime, part: Leasable) -> None:
         entry = runtime.leases.new(part.name, part.memory, part.end)
         super().__init__(runtime, entry, part.view, part.patterns)
-        entry.follow(self)
+
+    def __del__(self) -> None:
+        self._entry.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._entry.closed else f"{self._entry.num_uses} arrays are out"
@@ -104,9 +108,9 @@ class Lease(LeasedArray):
         a graph is being captured from one of these streams.
         """
         runtime = self._runtime
-        self._entry.refuse_closed()
         with runtime.lock:
             runtime.enter()
+            self._entry.refuse_closed()
             runtime.leases.hand_over(self._entry, runtime.device.stream(stream), named=True)
 
     def release(self, stream: object = None) -> None:
@@ -155,13 +159,7 @@ class Lease(LeasedArray):
     def _end(self, stream: object) -> None:
         runtime, entry = self._runtime, self._entry
         with runtime.lock:
-            more = [] if stream is None else [runtime.device.stream(stream)]
-            if not entry.num_uses:
-                more += [other for other in entry.streams if other not in more]
-            runtime.leases.hand_back(entry, more, forget=not entry.in_use)
-            if not entry.in_use:
-                entry.streams.clear()
-            entry.close()
+            runtime.leases.end(entry, None if stream is None else runtime.device.stream(stream))
 
 
 class LeaseCalls:
@@ -223,9 +221,8 @@ class LeaseCalls:
         if layer is not None and layer.__class__ is not int:
             layer = as_int("layer", layer)
         with runtime.lock:
-            runtime.enter(enqueues=False)
-            slots = [table.capacity for table in runtime.control.slots]
-            key = layer, role, layer_group, pool, pages, readonly, *slots
+            runtime.refuse_closed()
+            key = layer, role, layer_group, pool, pages, readonly
             part = runtime.leases.known_part(key)
             if part is None:
                 part = self._part(layer, role, layer_group, pool, pages)
@@ -261,7 +258,7 @@ class LeaseCalls:
         """
         runtime = self._runtime
         with runtime.lock:
-            runtime.enter(enqueues=False)
+            runtime.refuse_closed()
             return self._leased(table_view(runtime, layer_group), stream)
 
     def _leased(self, part: Leasable, stream: object) -> Lease:
@@ -269,6 +266,10 @@ class LeaseCalls:
         on = None if stream is None else runtime.device.stream(stream)
         lease = Lease(runtime, part)
         if on is not None:
-            runtime.leases.hand_over(lease._entry, on, named=True)
+            try:
+                runtime.leases.hand_over(lease._entry, on, named=True)
+            except BaseException:  # whose traceback may well hold the lease
+                lease._entry.close()
+                raise
             lease._entry.given = on
         return lease

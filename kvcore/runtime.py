@@ -26,7 +26,7 @@ from kvcore.device.tables import DeviceTables
 from kvcore.errors import InternalError, ParentsPending, StateError, wrong
 from kvcore.ids import NO_TICKET, Ticket
 from kvcore.indirect_steps import TokenMover
-from kvcore.lease_book import MOST_IDLE, LeaseBook
+from kvcore.lease_book import LeaseBook
 from kvcore.parents import PendingParents
 from kvcore.plan import PageCopies
 from kvcore.registry import Registry
@@ -89,17 +89,21 @@ class Runtime:
         self.tails = Tails(self)
         self.closed = False
 
-    def enter(self, *, enqueues: bool = True) -> None:
-        """The door of every call: refuses a shut-down manager, closes what was dropped.
-
-        Also lets go of the last batch, and keeps changes that nobody sends from piling up. Ends of
-        leases may wait where the call `enqueues` nothing.
-        """
+    def refuse_closed(self) -> None:
+        """Raises `StateError` where no call is allowed: the whole door of those that only look."""
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
         self.refuse_reentry()
+
+    def enter(self) -> None:
+        """The door of every call: refuses a shut-down manager, closes what was dropped.
+
+        Also lets go of the last batch, hands back what leases that are over leave, and keeps
+        changes that nobody sends from piling up.
+        """
+        self.refuse_closed()
         self.handles.forget_batch()
-        if self.leases.idle and (enqueues or len(self.leases.idle) > MOST_IDLE):
+        if self.leases.idle or self.leases.owed:
             self.leases.take_back()
         if self.parents:
             self.parents.take_arrived()
@@ -124,7 +128,7 @@ class Runtime:
         """The door of calls on a batch: the sequence numbers of its distinct active handles."""
         if self.parents:
             self.parents.take_arrived()
-        if self.leases.idle:
+        if self.leases.idle or self.leases.owed:
             self.leases.take_back()
         sequences = self.handles.remembered(kv_caches)
         if sequences is None or len(self.control.seqs.dirty) > MOST_CHANGES:

@@ -77,15 +77,15 @@ def test_a_lease_that_is_closed_while_it_is_taken(take, counted, monkeypatch):
     lease = m.lease(0, "key")
     count = LeaseEntry._count
 
-    def count_and_close(entry, users, one):
+    def count_and_close(entry, user, **more):
         monkeypatch.setattr(LeaseEntry, "_count", count)
         if counted:
-            count(entry, users, one)
+            count(entry, user, **more)
         with suppress(k.LeaseInUse):
             lease.close()
             m.shutdown()
         if not counted:
-            count(entry, users, one)
+            count(entry, user, **more)
 
     monkeypatch.setattr(LeaseEntry, "_count", count_and_close)
     memory, held = m._runtime.pools[0][0], None

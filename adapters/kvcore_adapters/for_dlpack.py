@@ -84,7 +84,7 @@ class Produced(Exporter):
         """The same memory as unsigned integers."""
         return Produced(self._device, self.view.bits(), self._stream)
 
-    def _hand_over(self, stream: object) -> None:
+    def _hold(self, stream: object) -> None:
         if self.view.device[0] in HOST_KINDS:
             check_no_stream(stream)
         elif stream != NO_ORDER:

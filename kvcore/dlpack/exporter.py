@@ -42,6 +42,8 @@ class Exporter:
     [3, 4, 5]
     """
 
+    __slots__ = ("__weakref__", "_patterns", "_view")
+
     def __init__(
         self, view: ArrayView, patterns: dict[tuple[Any, Any], Pattern] | None = None
     ) -> None:
@@ -139,9 +141,8 @@ class Exporter:
         return self._given(known, stream)
 
     def _given(self, known: Pattern, stream: int | None) -> Any:
-        release = self._hold()
+        release = self._hold(stream)
         try:
-            self._hand_over(stream)
             return exports().capsule(known, release)
         except BaseException:
             if release is not None:
@@ -199,10 +200,6 @@ class Exporter:
 
     # -- what a device does in its own way ---------------------------------------------------------
 
-    def _hand_over(self, stream: object) -> None:
-        """Orders the consumer's stream behind the memory's earlier work."""
-        check_no_stream(stream)
-
     def _copied(self, asked: Device, stream: object) -> ArrayView:
         """A dense copy that the consumer owns."""
         check_no_stream(stream)
@@ -212,8 +209,12 @@ class Exporter:
         array = np.array(own.numpy(), order="C")
         return view_of(array, own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None)
 
-    def _hold(self) -> Release | None:
-        """Notes one more consumer, and returns what it calls when it is done."""
+    def _hold(self, stream: object) -> Release | None:
+        """Notes one more consumer, whose stream comes after the memory's earlier work.
+
+        Returns what has to be called when the consumer is done.
+        """
+        check_no_stream(stream)
         return None
 
     @property

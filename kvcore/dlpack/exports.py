@@ -5,8 +5,8 @@ is on its way, and some of them after the interpreter is gone. No callback writt
 survives all of that: one made by ctypes loses the exception. So the structures, their deleters and
 the capsules are NumPy's, which are compiled and made for it. NumPy exports an array of integers
 that lies where ours lies; what it wrote into the structure is then corrected in place: element
-type, device, flags, version. Its deleter drops that array, and with it the `Window` below the
-array, which is how the end of a use is noticed.
+type, device, flags, version. Its deleter drops that array, which is how the end of a use is
+noticed.
 
 When the interpreter begins to end, the deleter of every structure that is still out becomes a C
 function that does nothing: no consumer calls into an interpreter that is going or gone, and what it
@@ -24,11 +24,10 @@ from ctypes import c_void_p, cast, pythonapi
 from functools import cache
 from typing import Any, Final
 
-import numpy as np
+from numpy.typing import NDArray
 
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.patterns import Pattern
-from kvcore.dlpack.view import Window
 
 GRACE: Final = 1e-3
 """Seconds that consumers have, as the interpreter ends, to leave a deleter they just called."""
@@ -40,7 +39,7 @@ class Exports:
     """All structures of the process that consumers may still use."""
 
     def __init__(self) -> None:
-        self._out: dict[int, tuple[weakref.ref[Window], int]] = {}
+        self._out: dict[int, tuple[weakref.ref[NDArray[Any]], int, Release | None]] = {}
         self._ending = False
         # Takes no argument and may be called at any time, also without an interpreter.
         self._nothing = cast(pythonapi.Py_IsInitialized, c_void_p).value
@@ -56,41 +55,41 @@ class Exports:
         Parameters
         ----------
         pattern : Pattern
-            Its view is kept alive until the consumer calls the deleter, or the capsule is dropped
+            Its array is kept alive until the consumer calls the deleter, or the capsule is dropped
             unused.
         release : callable, optional
             Called when the consumer is done, in whatever thread that happens: it must neither block
             nor raise, and a second call must do nothing.
         """
-        window = Window(pattern.view, pattern.interface)
-        capsule = np.asarray(window).__dlpack__(max_version=pattern.version)
+        array = pattern.array[...]
+        capsule = array.__dlpack__(max_version=pattern.version)
         start = self._pointer(capsule, pattern.name)
         for place, kind, content in pattern.corrections:
             kind.from_address(start + place).raw = content
         for place, kind, content in pattern.axes:
             pointer = c_void_p.from_address(start + place).value or 0
             kind.from_address(pointer).raw = content
-        key, out = id(window), self._out
-
-        def gone(_: object) -> None:
-            out.pop(key, None)
-            if release is not None:
-                release()
-
-        out[key] = weakref.ref(window, gone), start + pattern.deleter
+        seen = weakref.ref(array, self._gone)
+        self._out[id(seen)] = seen, start + pattern.deleter, release
         if self._ending:
             c_void_p.from_address(start + pattern.deleter).value = self._nothing
         return capsule
+
+    def _gone(self, seen: weakref.ref[NDArray[Any]]) -> None:
+        """A consumer dropped its array, in any thread."""
+        _, _, release = self._out.pop(id(seen))
+        if release is not None:
+            release()
 
     def _end(self) -> None:
         """From here on no consumer calls back; what they hold stays where it is."""
         self._ending = True
         out = list(self._out.values())
-        for reference, deleter in out:
-            # NumPy's deleter frees the structure and drops the window without letting go of the
-            # interpreter's lock in between: where the window is alive, so is the structure.
-            window = reference()
-            if window is not None:
+        for seen, deleter, _ in out:
+            # NumPy's deleter frees the structure and drops the array without letting go of the
+            # interpreter's lock in between: where the array is alive, so is the structure.
+            array = seen()
+            if array is not None:
                 c_void_p.from_address(deleter).value = self._nothing
         if out:
             time.sleep(GRACE)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from ctypes import Array, c_char, c_int64
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY, Version
 from kvcore.dlpack.structs import LEGACY, VERSIONED, DLTensor, ManagedTensor, VersionedTensor
-from kvcore.dlpack.view import ArrayView
+from kvcore.dlpack.view import ArrayView, Window
 
 NUMPYS: Final = (1, 0)
 """The version that NumPy is asked for; what says otherwise is corrected."""
@@ -31,9 +34,8 @@ class Bytes(NamedTuple):
 class Pattern(NamedTuple):
     """What all capsules of a view for consumers of one version have in common."""
 
-    view: ArrayView
-    interface: dict[str, Any]
-    """Of the array that NumPy exports."""
+    array: NDArray[Any]
+    """What NumPy exports views of: integers at the address, which keep the owner."""
     version: Version | None
     """Which structure NumPy makes."""
     name: bytes
@@ -62,9 +64,8 @@ def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
     tensor.device.kind, tensor.device.index = view.device
     tensor.dtype.code, tensor.dtype.bits, _ = CODES[view.dtype]
     tensor.dtype.lanes, tensor.ndim = 1, len(view.shape)
-    fields = [DLTensor.device, DLTensor.ndim, DLTensor.dtype]
-    if not view.size:
-        fields.append(DLTensor.data)
+    tensor.data = view.address if view.size else None  # as NumPy has it, where there is anything
+    fields = [DLTensor.data, DLTensor.device, DLTensor.ndim, DLTensor.dtype]
     spans = [(within + field.offset, field.size) for field in fields]
     if isinstance(wanted, VersionedTensor) and version is not None:
         wanted.major, wanted.minor = version
@@ -73,8 +74,7 @@ def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
         spans += [(field.offset, field.size) for field in fields]
     array = view.bits() if view.dtype in UNKNOWN_TO_NUMPY else view
     return Pattern(
-        view,
-        array.interface(),
+        np.asarray(Window(array)),
         None if version is None else NUMPYS,
         LEGACY if version is None else VERSIONED,
         kind.deleter.offset,

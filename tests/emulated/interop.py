@@ -262,7 +262,7 @@ def test_a_copy_leaves_the_streams_of_those_who_share(rig):
     for place in ((CUDA, 0), (CPU, 0)):
         capsule = lease.__dlpack__(stream=consumer.handle)
         lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=place)
-        assert lease._entry.streams == [consumer]
+        assert list(lease._entry.streams) == [consumer]
         del capsule
         m.get_storage_statistics()
         assert not lease._entry.streams

@@ -130,6 +130,9 @@ class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
             if stream.context is not self.context:
                 raise wrong("stream", f"a stream of cuda:{self.index}", stream)
             return stream
+        known = self._streams.get(stream) if type(stream) is int else None
+        if known is not None and known in self._recent:
+            return known
         handle = handle_of(stream)
         owner = None if isinstance(stream, int) else stream
         with self._lock:
