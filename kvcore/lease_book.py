@@ -47,7 +47,7 @@ class LeaseEntry:
         self.memory = memory
         self._number, self._part = number, part
         self.streams: dict[Stream, bool] = {}
-        """Of consumers, since their work was last handed back, and `given`.
+        """Of consumers, since their work was last handed back, and `given`; `lasting` ones.
 
         With each of them, whether the caller named it himself, and so orders it.
         """
@@ -201,13 +201,14 @@ class LeaseBook:
         if self.owed and (len(self.owed) > 1 or stream not in self.owed):
             self.take_back()  # what they did comes first
             self._refuse_capture([other for other in self.owed if other is not stream])
-        if not runtime.streams.alone(stream):
+        lasting = runtime.device.lasting(stream)
+        if lasting is not stream or not runtime.streams.alone(stream):
             self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
         if runtime.tables is not None:
             runtime.tables.order_behind_last(stream)
-        if named or stream not in entry.streams:
-            entry.streams[stream] = named
+        if named or lasting not in entry.streams:
+            entry.streams[lasting] = named
 
     def end(self, entry: LeaseEntry, stream: Stream | None) -> None:
         """Closes a lease whose work, on its streams and on one more, comes before all later work.
@@ -230,6 +231,7 @@ class LeaseBook:
 
         Without `forget` they are handed back once more when the last consumer is gone.
         """
+        streams = [self._runtime.device.lasting(stream) for stream in streams]
         if any(not self._runtime.streams.alone(stream) for stream in streams):
             self._refuse_capture(streams)
         for stream in streams:

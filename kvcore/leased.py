@@ -126,7 +126,8 @@ class LeasedArray(Exporter):
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
         book, lock = self._runtime.leases, self._runtime.lock
         with lock:
-            known = on in self._entry.streams  # of a consumer that may be at work there
+            # Of a consumer that may be at work there?
+            known = device.lasting(on) in self._entry.streams
             book.hand_over(self._entry, on)
         if asked == (CPU, 0):
             copied = view_of(device.to_host(source, stream=on), lacking)

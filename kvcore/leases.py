@@ -271,5 +271,5 @@ class LeaseCalls:
             except BaseException:  # whose traceback may well hold the lease
                 lease._entry.close()
                 raise
-            lease._entry.given = on
+            lease._entry.given = runtime.device.lasting(on)
         return lease

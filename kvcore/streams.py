@@ -127,7 +127,7 @@ class Streams:
 
     def hand_over(self, stream: Stream) -> None:
         """Later work of `stream` comes after everything enqueued on any page so far."""
-        for other in self.working():
+        for other in map(self._device.lasting, self.working()):
             if other is not stream:
                 stream.wait(other.record())
         self._fences.wait_all(stream)

@@ -10,7 +10,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
-from kvcore.device.cuda.streams import CudaStream
+from kvcore.device.cuda.streams import CudaEvent, CudaStream
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.exporter import Exporter
 from kvcore.dlpack.importer import from_capsule
@@ -64,7 +64,7 @@ class Producer(Exporter):
         )  # fmt: skip
         self.streams = []
 
-    def _hand_over(self, stream):
+    def _hold(self, stream):
         self.streams.append(stream)
 
 
@@ -203,7 +203,7 @@ def test_pages_are_on_their_device(rig):
 
 
 @pytest.mark.parametrize("given", [None, 1, 2, -1, "own", "other"])
-def test_the_consumers_stream_waits_for_kvcore(rig, orders, given):
+def test_the_consumers_stream_waits_for_kvcore(rig, orders, monkeypatch, given):
     manager, kv = opened_manager(rig)
     consumer = rig.device.create_stream()
     handle = {"own": rig.stream.handle, "other": consumer.handle}.get(given, given)
@@ -215,9 +215,32 @@ def test_the_consumers_stream_waits_for_kvcore(rig, orders, given):
     assert orders == ([(theirs, ours)] if waits else [])
     orders.clear()
     del capsule
-    manager.get_storage_statistics()
-    assert not orders or orders == [(ours, theirs)]  # the fake's work is over at once
+    with monkeypatch.context() as late:  # the fake's work is over at once
+        late.setattr(CudaEvent, "done", lambda self: False)
+        manager.get_storage_statistics()
+    back = 1 if given == 2 else theirs  # whoever calls has a stream 2 of its own
+    assert orders == ([(ours, back)] if waits else [])
     lease.close()
+    end(manager, kv)
+
+
+def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
+    """The legacy default stream comes after all of them: it is recorded in their place."""
+    manager = typed_manager(slots=64, layers=2, device=rig.device, stream=2)
+    (kv,) = opened(manager, 8)
+    assert kv.stream.handle == 2
+    first, second = manager.lease(0, "key"), manager.lease(0, "key")
+    with monkeypatch.context() as late:
+        late.setattr(CudaEvent, "done", lambda self: False)
+        orders.clear()
+        first.acquire(2)
+        assert orders == [(2, 1)]
+        first.release(2)
+        assert first._entry.streams == {}
+        orders.clear()
+        second.acquire(2)
+        assert orders == [(2, 1), (2, 1)]  # the sequence's, and the first consumer's
+    first.close(), second.close()
     end(manager, kv)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import cupy
 import numpy as np
 import pytest
@@ -86,6 +88,30 @@ def test_kvcore_reads_what_consumers_have_written_before(device, pages, consumer
             del array
         batch.prepare([kv], 8, start=0)
         batch.gather(0, ("key",), out=(found[run],))
+    device.synchronize()
+    for run, array in enumerate(found):
+        assert (cupy.asnumpy(array) == run + 1).all(), run
+
+
+def test_kvcore_reads_what_another_threads_own_stream_has_written_before(device, pages):
+    """The consumer's per-thread default stream is another one where kvcore is called next."""
+    m, kv, batch, _ = pages
+    slots = kv.get_base_page_indices(0).tolist()
+    found = [device.empty((8, H, D), np.int32) for _ in range(RUNS)]
+    on = device.stream(cupy.cuda.Stream.ptds)
+
+    def consume(run):
+        with cupy.cuda.Stream.ptds:
+            array = cupy.from_dlpack(m.lease(0, "key"))
+            slow(device, on, run)
+            array[slots[0]] = run + 1
+            array[slots[1]] = run + 1
+
+    with ThreadPoolExecutor(1) as other:
+        for run in range(RUNS):
+            other.submit(consume, run).result()
+            batch.prepare([kv], 8, start=0)
+            batch.gather(0, ("key",), out=(found[run],))
     device.synchronize()
     for run, array in enumerate(found):
         assert (cupy.asnumpy(array) == run + 1).all(), run

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcore.device.base import Array, Stream
 from kvcore.device.checks import check_copy, check_foreign, not_taken
-from kvcore.device.cuda.streams import CudaStream, as_own
+from kvcore.device.cuda.streams import PER_THREAD, CudaStream, as_own
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
 from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
@@ -35,6 +35,10 @@ class ForeignArrays:
     if TYPE_CHECKING:
 
         def stream(self, stream: object) -> Stream: ...
+
+    def lasting(self, stream: Stream) -> Stream:
+        """The legacy default stream comes after the work of all per-thread ones."""
+        return self.stream(LEGACY) if stream.handle == PER_THREAD else stream
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
