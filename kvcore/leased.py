@@ -11,7 +11,7 @@ from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.dlpack.exporter import Exporter, check_no_stream
 from kvcore.dlpack.exports import Release
 from kvcore.dlpack.structs import CPU, CUDA, HOST_KINDS
-from kvcore.dlpack.view import ArrayView, Window, view_of
+from kvcore.dlpack.view import ArrayView, Window, typed, view_of
 from kvcore.errors import wrong, wrong_type
 
 if TYPE_CHECKING:
@@ -104,14 +104,8 @@ class LeasedArray(Exporter):
             if stream is not None:
                 check_no_stream(stream)
             return None
-        if stream is None:
-            return self._runtime.device.stream(LEGACY)
-        if isinstance(stream, bool) or not isinstance(stream, int):
-            raise wrong_type("stream", "None, -1, 1, 2 or the handle of a stream", stream)
-        if stream < NO_ORDER or not stream:
-            remedy = "1 is the legacy default stream, 2 the per-thread one"
-            raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream, remedy)
-        return None if stream == NO_ORDER else self._runtime.device.stream(stream)
+        handle = checked_handle(stream)
+        return None if handle is None else self._runtime.device.stream(handle)
 
     def _copied(self, asked: Place, stream: object) -> ArrayView:
         """A dense copy for the consumer. BLOCKS where it goes from a GPU to the host."""
@@ -119,9 +113,9 @@ class LeasedArray(Exporter):
         own, device = self._view, self._runtime.device
         if own.device[0] in HOST_KINDS:
             return super()._copied(asked, stream)
-        if asked not in (own.device, (CPU, 0)):
-            raise BufferError(f"memory of device {own.device} cannot be copied to {asked} here")
-        on = self._stream_of(stream) or device.stream(LEGACY)
+        elsewhere = asked not in (own.device, (CPU, 0))
+        handle = checked_handle(stream)
+        on = device.stream(LEGACY if elsewhere or handle is None else handle)
         source = device.view(own)
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
         book, lock = self._runtime.leases, self._runtime.lock
@@ -131,6 +125,9 @@ class LeasedArray(Exporter):
             book.hand_over(self._entry, on)
         if asked == (CPU, 0):
             copied = view_of(device.to_host(source, stream=on), lacking)
+        elif elsewhere:
+            copied = device.copied_to(asked, source, stream=on, consumer=handle)
+            copied = typed(copied, lacking) if lacking else copied
         else:
             array = device.empty(source.shape, source.dtype)
             device.copy(source, array, stream=on)
@@ -138,6 +135,18 @@ class LeasedArray(Exporter):
         with lock:
             book.hand_back(self._entry, [on], forget=not known)
         return copied
+
+
+def checked_handle(stream: object) -> int | None:
+    """The handle of the stream that DLPack names on CUDA; None where it asks for no order."""
+    if stream is None:
+        return LEGACY
+    if isinstance(stream, bool) or not isinstance(stream, int):
+        raise wrong_type("stream", "None, -1, 1, 2 or the handle of a stream", stream)
+    if stream < NO_ORDER or not stream:
+        remedy = "1 is the legacy default stream, 2 the per-thread one"
+        raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream, remedy)
+    return None if stream == NO_ORDER else stream
 
 
 class LeasedBits(LeasedArray):

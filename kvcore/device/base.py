@@ -147,6 +147,17 @@ class Device(BeamOperations, PathOperations, FormatOperations):
     def copy(self, source: Array, target: Array, *, stream: Stream) -> None:
         """Copies between device arrays of equal shape and dtype, whatever their strides."""
 
+    def copied_to(
+        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int | None
+    ) -> ArrayView:
+        """A dense copy on another device, made on `stream`, which is one of this device.
+
+        The stream there whose handle is `consumer` waits for it. Raises `BufferError` where no such
+        copy can be made.
+        """
+        own = self.dlpack_device
+        raise BufferError(f"memory of device {own} cannot be copied to {place} here")
+
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Host memory that kernels of this device can read directly. Blocks; not for hot paths."""

@@ -329,6 +329,17 @@ API cuMemcpyDtoHAsync_v2(void* to, Address from, size_t size, void* stream) {
     MAY_FAIL;
     return copy(to, reinterpret_cast<void*>(from), size, stream);
 }
+API cuMemcpyPeerAsync(Address to, Context there, Address from, Context here, size_t size,
+                      void* stream) {
+    MAY_FAIL;
+    LOCKED;
+    const auto target = blocks.find(to), source = blocks.find(from);
+    if (target == blocks.end() || source == blocks.end()) return INVALID_VALUE;
+    if (target->second.size < size || source->second.size < size) return INVALID_VALUE;
+    if (there != contexts + target->second.device || here != contexts + source->second.device)
+        return INVALID_CONTEXT;
+    return copy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), size, stream);
+}
 
 // ---- launches, errors, look-up ------------------------------------------------------------------
 

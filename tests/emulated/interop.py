@@ -270,11 +270,54 @@ def test_copies_go_to_the_device_or_the_host(rig, dtype, place):
     assert lease.num_arrays == 0
     found = copy.numpy() if place == (CPU, 0) else rig.get(rig.device.view(copy))
     np.testing.assert_array_equal(found.view(mine.dtype), new)
-    for device in ((CUDA, 1), (CUDA_HOST, 0)):
-        with pytest.raises(BufferError, match="cannot be copied"):
-            lease.__dlpack__(copy=True, dl_device=device, max_version=(1, 1))
+    with pytest.raises(BufferError, match="cannot be copied"):
+        lease.__dlpack__(copy=True, dl_device=(CUDA_HOST, 0), max_version=(1, 1))
     lease.close()
     del mine, copy
+    end(m, kv)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("given", [None, -1, 2, "theirs"])
+def test_copies_go_to_another_gpu(rig, other, orders, dtype, given):
+    """Made on the legacy default stream here, for which the consumer's stream there waits."""
+    m, kv = opened_manager(rig, dtype)
+    mine = m.get_pages(1, "key")
+    new = rig.random(mine.shape, mine.dtype.itemsize).view(mine.dtype)
+    rig.device.from_host(new, mine, stream=rig.stream)
+    lease, theirs = m.lease(1, "key"), other.create_stream()
+    stream, asked = theirs.handle if given == "theirs" else given, {"dl_device": (CUDA, 1)}
+    with pytest.raises(BufferError, match="copy=True"):
+        lease.__dlpack__(stream=stream, max_version=(1, 1), **asked)
+    orders.clear()
+    capsule = lease.__dlpack__(stream=stream, copy=True, max_version=(1, 1), **asked)
+    waits = {None: [(1, 1)], -1: []}.get(stream, [(stream, 1)])
+    assert orders == [(1, rig.stream.handle), *waits]
+    copy = from_capsule(capsule)
+    assert (copy.dtype, copy.shape, copy.is_contiguous) == (dtype, mine.shape, True)
+    assert copy.device == (CUDA, 1)
+    assert not lease._entry.streams
+    found = other.to_host(other.view(copy), stream=theirs)
+    np.testing.assert_array_equal(found.view(mine.dtype), new)
+    lease.close()
+    del mine, copy, capsule
+    end(m, kv)
+
+
+def test_copies_that_no_other_gpu_can_have(rig, other):
+    m, kv = opened_manager(rig)
+    lease, ours = m.lease(1, "key"), rig.stream.handle
+    for stream, place, error, text in (
+        (ours, (CUDA, 1), ValueError, "a stream of cuda:1"),
+        (0, (CUDA, 1), ValueError, "stream: expected None, -1, 1, 2"),
+        (None, (CUDA, 2), ValueError, '"cuda:0" to "cuda:1"'),
+    ):
+        with pytest.raises(error, match=text):
+            lease.__dlpack__(stream=stream, copy=True, dl_device=place)
+    driver.fail("cuMemAlloc_v2", 2, driver.OUT_OF_MEMORY)
+    with pytest.raises(k.OutOfMemoryError):
+        lease.__dlpack__(copy=True, dl_device=(CUDA, 1))
+    lease.close()
     end(m, kv)
 
 

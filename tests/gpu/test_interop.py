@@ -92,6 +92,25 @@ def test_the_second_gpus_pages_while_the_first_is_current(monkeypatch):
     device.close()
 
 
+def test_a_copy_for_another_gpu_comes_after_late_work_and_before_what_follows(scene):
+    if tools.device_count() < 2:
+        pytest.skip("needs a second GPU")
+    s = scene()
+    there = CudaDevice(1)
+    consumer, asked = there.create_stream(), {"dl_device": (CUDA, 1), "copy": True}
+    with s.m.lease(0, "key") as lease:
+        for value in range(1, 6):
+            tools.delay(s.device, s.rig.stream, 10)
+            s.fill(value)
+            capsule = lease.__dlpack__(stream=consumer.handle, max_version=(1, 0), **asked)
+            s.fill(0)
+            copy = from_capsule(capsule)
+            found = there.to_host(there.view(copy), stream=consumer)[s.slot]
+            assert set(found.reshape(-1).view(np.uint8).tolist()) == {value}
+            del capsule, copy
+    there.close()
+
+
 @pytest.mark.parametrize("kind", ["non-blocking", "legacy", "per-thread"])
 @pytest.mark.parametrize("late", ["producer", "consumer"])
 def test_no_stale_reads_in_many_runs(scene, kind, late):

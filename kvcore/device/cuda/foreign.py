@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import cupy
@@ -9,7 +11,9 @@ import numpy as np
 
 from kvcore.device.base import Array, Stream
 from kvcore.device.checks import check_copy, check_foreign, not_taken
-from kvcore.device.cuda.streams import PER_THREAD, CudaStream, as_own
+from kvcore.device.cuda.blocks import Block, allocate, graveyard_of
+from kvcore.device.cuda.blocks import view as block_view
+from kvcore.device.cuda.streams import PER_THREAD, CudaStream, as_own, check_device
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
 from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
@@ -17,6 +21,7 @@ from kvcore.dlpack.view import ArrayView, typed
 from kvcore.errors import wrong_type
 
 if TYPE_CHECKING:
+    from kvcore.device.cuda.driver import Context
     from kvcore.device.cuda.words import WordWork
 
 EXPECTED: Final = "an array in this GPU's memory (CuPy, DLPack or CUDA array interface)"
@@ -30,11 +35,14 @@ class ForeignArrays:
     """The part of a `CudaDevice` that takes arrays of others, and copies arrays."""
 
     index: int
+    context: Context
     _words: WordWork
 
     if TYPE_CHECKING:
 
         def stream(self, stream: object) -> Stream: ...
+
+        def empty(self, shape: Any, dtype: Any, *, stream: Stream | None = None) -> Array: ...
 
     def lasting(self, stream: Stream) -> Stream:
         """The legacy default stream comes after the work of all per-thread ones."""
@@ -93,6 +101,31 @@ class ForeignArrays:
         """See `kvcore.device.base.Device`."""
         check_copy(source, target, cupy.ndarray)
         self._words.copy(source, target, as_own(stream))
+
+    def copied_to(
+        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int | None
+    ) -> ArrayView:
+        """See `kvcore.device.base.Device`. On other GPUs only."""
+        kind, index = place
+        if kind != CUDA:
+            own = self.dlpack_device
+            raise BufferError(f"memory of device {own} cannot be copied to {place} here")
+        graveyard = graveyard_of(index)
+        context = graveyard.context
+        waits = None
+        if consumer is not None:
+            check_device(consumer, context)
+            waits = CudaStream(consumer, context, None, deque(), graveyard)
+        dense = self.empty(source.shape, source.dtype, stream=stream)
+        self.copy(source, dense, stream=stream)
+        block = Block(allocate(max(source.nbytes, 1), graveyard), source.nbytes, graveyard)
+        array = block_view(block.pointer, source.nbytes, block, index, source.shape, source.dtype)
+        if source.nbytes:
+            peers = block.pointer, context.handle, dense.data.ptr, self.context.handle
+            self.context.call("cuMemcpyPeerAsync", *peers, source.nbytes, as_own(stream).native)
+        if waits is not None:
+            waits.wait(stream.record())
+        return replace(self.describe(array), device=place)
 
     def _taken(
         self,
