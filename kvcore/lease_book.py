@@ -260,11 +260,12 @@ class LeaseBook:
         """
         for moment, entry in self.idle.copy().items():
             entry.waits = False  # what is dropped from here on comes again
-            ended, streams = not entry.in_use, list(entry.streams)
+            ended, streams = not entry.in_use, dict(entry.streams)
             for stream in streams:
                 self.owed[stream] = moment
-            if ended:
-                entry.forget(streams)
+            if ended:  # what was acquired is the caller's until he releases it
+                closed = entry.closed
+                entry.forget([one for one, named in streams.items() if closed or not named])
             self.idle.pop(moment, None)
 
     def _captured(self, streams: list[Stream]) -> Stream | None:

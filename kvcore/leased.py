@@ -75,11 +75,14 @@ class LeasedArray(Exporter):
         """
         if self._view.device[0] != CUDA or self._view.dtype in UNKNOWN_TO_NUMPY:
             raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
-        self._entry.refuse_closed()
-        self._entry.view(self)
-        ordered = self._entry.ordered
-        if not ordered:
-            self._hand_over(None)
+        release = self._entry.use()  # until it is handed over
+        try:
+            ordered = self._entry.ordered
+            if not ordered:
+                self._hand_over(None)
+            self._entry.view(self)
+        finally:
+            release()
         return self._view.interface() | {"stream": None if ordered else LEGACY}
 
     def _hand_over(self, stream: object) -> None:
@@ -109,7 +112,13 @@ class LeasedArray(Exporter):
 
     def _copied(self, asked: Place, stream: object) -> ArrayView:
         """A dense copy for the consumer. BLOCKS where it goes from a GPU to the host."""
-        self._entry.refuse_closed()
+        release = self._entry.use()  # meanwhile the memory stays
+        try:
+            return self._copied_now(asked, stream)
+        finally:
+            release()
+
+    def _copied_now(self, asked: Place, stream: object) -> ArrayView:
         own, device = self._view, self._runtime.device
         if own.device[0] in HOST_KINDS:
             return super()._copied(asked, stream)

@@ -205,7 +205,8 @@ class PoolQueries:
         """
         if not isinstance(mode, PageIndexMode):
             raise wrong_type("mode", "a PageIndexMode", mode)
-        self._runtime.enter()
+        with self._runtime.lock:
+            self._runtime.enter()
         place = self._runtime.layout.place(layer_id, role)
         base = self._runtime.pools[place.pool_group][place.pool].base
         return base + place.offset if mode is PageIndexMode.SHARED else base
@@ -270,7 +271,8 @@ class PoolQueries:
         sequence that owns the page. It must not be used after `shutdown`; `lease` sees to both.
         """
         runtime = self._runtime
-        runtime.enter()
+        with runtime.lock:
+            runtime.enter()
         runtime.device_tables()
         place = runtime.layout.place(layer_id, role)
         buffer, memory = place.buffer, runtime.pools[place.pool_group][place.pool]
@@ -299,7 +301,8 @@ class PoolQueries:
         were ever used are backed by memory. Cells are current after `Batch.prepare`, and -1 where
         there is no page. Raises `StateError` on a device without memory.
         """
-        self._runtime.enter()
+        with self._runtime.lock:
+            self._runtime.enter()
         tables = self._runtime.device_tables()
         as_int("layer_group", layer_group, 0, len(self._runtime.layout.layer_groups) - 1)
         return tables.by_group[layer_group]

@@ -97,6 +97,8 @@ class Streams:
         """Lets `stream` use the pages of `sequences`, after all earlier work on them."""
         if not self._lent and self.of_all(sequences) == [stream]:
             return
+        if not sequences.size:  # it may still write the table, which others read
+            self._wait_behind(stream)
         behind: set[Stream] = {stream}
         for sequence in sequences.tolist():
             owner = self.of(sequence)

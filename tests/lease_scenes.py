@@ -151,6 +151,18 @@ def work_goes_on_after_an_array_was_dropped(seed: int) -> bool:
     return s.saw(5)
 
 
+def work_goes_on_after_acquire_and_a_dropped_array(seed: int) -> bool:
+    """What the caller has acquired is his until he releases it, whatever a library drops."""
+    s = Scene(seed)
+    with s.m.lease(0, "key") as lease:
+        lease.acquire(s.consumer)
+        np.from_dlpack(lease)
+        s.m.get_storage_statistics()
+        s.write(*row(s.a), 5)
+    s.seen.append(s.gather())
+    return s.saw(5)
+
+
 def close_takes_one_more_stream(seed: int) -> bool:
     s = Scene(seed)
     lease = s.m.lease(0, "key")
@@ -258,6 +270,21 @@ def an_open_lease_is_taken_after_another_consumers_array_was_dropped(seed: int) 
     return s.saw(7)
 
 
+def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
+    """By a batch without members, which sends what others have changed."""
+    s = Scene(seed)
+    s.step.prepare([s.a])
+    number = int(s.m._runtime.control.seqs.rows[s.a._sequence, 0])
+    before, seen = row(s.a), np.empty(1, np.int32)
+    s.a.suspend()
+    with s.m.lease_page_table(stream=s.consumer):
+        s.consumer.submit("read", np.copyto, seen, s.m.page_table()[number, :1])
+    s.step = s.m.create_batch(1, 4)
+    s.step.prepare([], stream=s.s2)
+    s.device.drain()
+    return seen.tolist() == before and s.m.page_table()[number, 0] == -1
+
+
 def a_table_is_read_after_it_was_sent(seed: int) -> bool:
     """By a batch without members, on a stream that no sequence has anything to do with."""
     s = Scene(seed)
@@ -277,6 +304,7 @@ SCENES = [
     what_the_consumer_writes_is_read_after_release,
     what_the_consumer_writes_is_read_after_the_end,
     work_goes_on_after_an_array_was_dropped,
+    work_goes_on_after_acquire_and_a_dropped_array,
     close_takes_one_more_stream,
     the_last_array_hands_back,
     the_last_array_hands_back_inside_a_step,
@@ -286,5 +314,6 @@ SCENES = [
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
+    a_table_is_not_sent_while_it_is_read,
     a_table_is_read_after_it_was_sent,
 ]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.device.holds import Holds
 from kvcore.device.host import HostDevice
+from kvcore.dlpack.exporter import Exporter
 from kvcore.errors import DriverError
 from kvcore.runtime import Runtime
 from kvcore.streams import Streams
@@ -257,6 +259,52 @@ def test_a_lease_that_is_closed_meanwhile_is_not_acquired(monkeypatch):
         with pytest.raises(k.StateError, match=r"lease 1 .* is closed"):
             lease.acquire(None)
     m.shutdown()
+
+
+def test_a_lease_is_closed_while_it_is_copied(monkeypatch):
+    """The memory stays until the copy is made."""
+    m = typed_manager()
+    lease, real = m.lease(0, "key"), Exporter._copied
+
+    def copied(its, asked, stream):
+        with pytest.raises(k.LeaseInUse, match="close"):
+            lease.close()
+        with pytest.raises(k.LeaseInUse, match="shutdown"):
+            m.shutdown()
+        return real(its, asked, stream)
+
+    monkeypatch.setattr(Exporter, "_copied", copied)
+    assert np.from_dlpack(lease, copy=True).shape == lease.shape
+    m.shutdown()
+
+
+def test_memory_is_let_go_while_its_holders_are_listed():
+    """The list is made in one go: to collect garbage in between could drop an array of a lease."""
+    holds, holder = Holds(), typed_manager().lease(0, "key")
+
+    class Ends(dict):
+        def items(self):
+            for one in super().items():
+                holds.remove(holder)
+                yield one
+
+    holds._ends = Ends()
+    holds.add(holder, 8)
+    with pytest.raises(k.LeaseInUse, match="resize: lease 1"):
+        holds.refuse("resize", 0)
+
+
+def test_calls_hand_back_under_the_lock(monkeypatch):
+    m, owned = typed_manager(), []
+    real = Runtime.enter
+
+    def enter(runtime, **more):
+        owned.append(runtime.lock._is_owned())
+        real(runtime, **more)
+
+    monkeypatch.setattr(Runtime, "enter", enter)
+    m.get_pages(0, "key"), m.page_table(), m.get_mem_pool_base_address(0, "key")
+    assert owned == [True] * 3
 
 
 # -- captured graphs -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tests.lease_scenes import (
     a_page_is_not_overwritten_while_it_is_read,
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
+    a_table_is_not_sent_while_it_is_read,
     a_table_is_read_after_it_was_sent,
     an_array_taken_after_another_was_dropped_hands_back,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
@@ -83,6 +84,8 @@ BROKEN = {
         (a_second_consumer_sees_what_the_first_wrote, "hand_back"),
         (an_open_lease_is_taken_after_another_consumers_array_was_dropped, "take_back"),
         (a_table_is_read_after_it_was_sent, "table"),
+        (a_table_is_not_sent_while_it_is_read, "hand_back"),
+        (a_table_is_not_sent_while_it_is_read, "new streams"),
     ],
 )
 def test_each_wait_is_needed(scene, without, monkeypatch):

@@ -36,7 +36,7 @@ class Holds:
 
     def refuse(self, call: str, nbytes: int = -1) -> None:
         """Raises `LeaseInUse` where somebody uses more than the first `nbytes` bytes."""
-        found = [holder.name for holder, end in list(self._ends.items()) if end > nbytes]
+        found = [holder.name for holder, end in self._ends.copy().items() if end > nbytes]
         if found:
             raise LeaseInUse(
                 f"{call}: {found[0]} is still in use"

@@ -420,7 +420,11 @@ def test_under_capture_leases_are_not_handed_over(rig):
     lease = manager.lease(0, "key")
     consumer = rig.device.create_stream()
     driver.switch("capturing", True)
-    for call in (lambda: lease.__dlpack__(stream=consumer.handle), lambda: lease.acquire(consumer)):
+    for call in (
+        lambda: lease.__dlpack__(stream=consumer.handle),
+        lambda: lease.acquire(consumer),
+        lambda: lease.__cuda_array_interface__,
+    ):
         with pytest.raises(k.StateError, match="captured"):
             call()
     driver.switch("capturing", False)
