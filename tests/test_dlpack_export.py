@@ -52,6 +52,14 @@ def nothing_stays_out():
 # -- what is in a capsule --------------------------------------------------------------------------
 
 
+def test_old_capsules_of_all_types_are_given_to_nobody_else():
+    its = Exporter(view_of(numbers(2)))
+    assert Found(its.old_capsule()).name == b"dltensor"
+    for device in ((1, 3), (CUDA, 0)):  # (1, 3) is also a version
+        with pytest.raises(BufferError, match="cannot be shared"):
+            its.__dlpack__(max_version=(0, 8), dl_device=device)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_capsule_is_of_the_version_that_is_asked_for(version):
     found = Found(Exporter(view_of(numbers(2, 3))).__dlpack__(max_version=version))

@@ -114,6 +114,13 @@ def test_a_compiled_beam_step_moves_rows_and_tails(backend):
     engine.close()
 
 
+def test_a_stream_of_handle_0_is_not_no_stream():
+    engine = Engine()
+    with pytest.raises(ValueError, match=r"^stream: expected"):
+        engine.step.prepare(engine.kvs, 1, stream=0)
+    engine.close()
+
+
 @pytest.mark.parametrize("call", ["append", "step_beams"])
 def test_a_backend_that_copies_pools_is_told(call):
     """Its copy, which holds nothing new, would go back over what was written."""

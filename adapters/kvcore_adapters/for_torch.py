@@ -76,8 +76,8 @@ class TorchBatch:
         stream: object = None,
     ) -> None:
         """`Batch.prepare`, on torch's current stream. Not for what is compiled or captured."""
-        caches = list(kv_caches)
-        self.batch.prepare(caches, num_tokens, start=start, stream=stream or self._stream())
+        caches, on = list(kv_caches), self._stream() if stream is None else stream
+        self.batch.prepare(caches, num_tokens, start=start, stream=on)
         self.num_rows, self.num_tokens = self.batch.num_rows, self.batch.num_tokens
         self.num_blocks = max((kv.num_blocks for kv in caches), default=0)
 

@@ -20,6 +20,9 @@ Device = tuple[int, int]
 OLD: Final = (0, 8)
 """The version of a consumer that does not say which one it knows."""
 
+ALL_TYPES: Final = object()
+"""In place of a device, which it is none of: of old capsules with newer types."""
+
 
 class Exporter:
     """Gives an array to whoever speaks DLPack.
@@ -134,10 +137,10 @@ class Exporter:
         For consumers that take such capsules only, and are known to know newer types: JAX has
         float8 there. Parameters and errors as those of `__dlpack__`.
         """
-        known = self._patterns.get((OLD, VERSION))
+        known = self._patterns.get((OLD, ALL_TYPES))
         if known is None:
             known = self._shared(OLD, VERSION, self._view.device)
-            self._patterns[OLD, VERSION] = known
+            self._patterns[OLD, ALL_TYPES] = known
         return self._given(known, stream)
 
     def _given(self, known: Pattern, stream: int | None) -> Any:
