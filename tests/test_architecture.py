@@ -184,6 +184,7 @@ FILES = sorted(
     path
     for path in [*ROOT.glob("*"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*"))]
     if path.is_file() and path.suffix in SUFFIXES and "__pycache__" not in path.parts
+    if path.name != ".git"  # a file in a linked worktree
 )
 
 

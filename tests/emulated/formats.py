@@ -14,6 +14,7 @@ from tests.emulated.work import Interface
 from tests.gpu.test_formats import *  # noqa: F403
 from tests.helpers import opened
 from tests.test_batch_tables import mixed_config
+from tests.test_formats_property import run
 
 pytestmark = pytest.mark.usefixtures("held")
 
@@ -58,3 +59,10 @@ def test_arrays_of_others_are_written_in_place(device, monkeypatch):
         assert batch.block_offsets(tables, out=out) is out
         expected = device.to_host(batch.block_offsets(tables), stream=stream)
         np.testing.assert_array_equal(device.to_host(array, stream=stream), expected)
+
+
+@pytest.mark.parametrize("mode", ["fork", "indirection"])
+def test_formats_name_the_pages_of_the_tokens(device, monkeypatch, mode):
+    """A random life, as `tests/test_formats_property.py` has more of."""
+    monkeypatch.setattr(device, "grain", lambda quota: 4096)
+    run(11, mode, device)
