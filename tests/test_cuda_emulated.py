@@ -83,7 +83,8 @@ def run(suite: str, variables: dict[str, str]) -> CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "suite", ["beams", "battery", "formats", "work", "interop", "memory", "streams", "walks"]
+    "suite",
+    ["beams", "battery", "formats", "work", "interop", "leases", "memory", "streams", "walks"],
 )
 def test_on_the_fake_driver(runs, suite):
     done = runs[suite].result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.device.harness import Rig
 from tests.emulated import driver
 from tests.gpu import tools
 from tests.gpu.test_beams import *  # noqa: F403
@@ -32,10 +31,3 @@ class Graph:
 def graphs(monkeypatch):
     monkeypatch.setattr(tools, "Graph", Graph)
     monkeypatch.setattr(tools, "capturable", lambda device: device.create_stream())
-
-
-@pytest.fixture
-def rig(device):
-    rig = Rig(device, device.create_stream())
-    yield rig
-    rig.close()

@@ -8,6 +8,8 @@ import pytest
 
 from kvcore.device.cuda import CudaDevice, launch, words
 from kvcore.device.cuda.blocks import graveyard_of
+from kvcore.device.cuda.streams import CudaStream
+from tests.device.harness import Rig
 from tests.emulated import driver
 
 
@@ -45,6 +47,27 @@ def device(held):
     device = CudaDevice(0)
     yield device
     device.close()
+
+
+@pytest.fixture
+def rig(device):
+    rig = Rig(device, device.create_stream())
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Pairs (who waits, for whom), as handles, in the order of the calls."""
+    found = []
+    real = CudaStream.wait
+
+    def wait(self, event):
+        found.append((self.handle, event._stream.handle))
+        real(self, event)
+
+    monkeypatch.setattr(CudaStream, "wait", wait)
+    return found
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 import kvcore as k
 from tests.emulated import driver
-from tests.emulated.beams import graphs, rig  # noqa: F401 - fixtures
+from tests.emulated.beams import graphs  # noqa: F401 - fixture
 from tests.emulated.work import Interface
 from tests.gpu.test_formats import *  # noqa: F403
 from tests.helpers import opened

@@ -15,18 +15,11 @@ from kvcore.device.cuda.arguments import MAX_INLINE, MAX_POOLS
 from kvcore.device.cuda.launch import Launch
 from kvcore.errors import StateError
 from tests.device.battery_beams import Request, batch_of, check_step, numbered, put_beams
-from tests.device.harness import Rig, Stack, buffer_bytes, geometry
+from tests.device.harness import Stack, buffer_bytes, geometry
 from tests.emulated import driver
 from tests.helpers import typed_manager
 
 pytestmark = pytest.mark.usefixtures("held")
-
-
-@pytest.fixture
-def rig(device):
-    rig = Rig(device, device.create_stream())
-    yield rig
-    rig.close()
 
 
 def append_and_gather(rig, stack, mapping):
