@@ -134,11 +134,15 @@ class LeaseEntry:
         closed = self.closed  # first: what is not in use after that stays so
         if self._users:
             return
+        self.wait()
+        if closed:
+            self.memory.holds.remove(self)
+
+    def wait(self) -> None:
+        """Lets the manager's next call hand the pages back from all streams."""
         if self.streams and not self.waits:
             self.waits = True
             self._idle[object()] = self
-        if closed:
-            self.memory.holds.remove(self)
 
     def refuse_use(self, call: str) -> None:
         """Raises `LeaseInUse` where a consumer still holds an array."""
@@ -232,8 +236,7 @@ class LeaseBook:
         Without `forget` they are handed back once more when the last consumer is gone.
         """
         streams = [self._runtime.device.lasting(stream) for stream in streams]
-        if any(not self._runtime.streams.alone(stream) for stream in streams):
-            self._refuse_capture(streams)
+        self._refuse_capture(streams)
         for stream in streams:
             self._runtime.streams.hand_back(stream)
             self.owed.pop(stream, None)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvcore.checks import as_int
-from kvcore.errors import wrong
+from kvcore.errors import StateError, wrong
 from kvcore.leased import LeasedArray
 from kvcore.page_views import Leasable, buffer_view, pool_view, table_view
 
@@ -79,7 +79,11 @@ class Lease(LeasedArray):
         if kind is None:
             self.close()
         else:  # whose traceback may well hold arrays
-            self._end(None)
+            try:
+                self._end(None)
+            except StateError:  # a graph is being captured: the error of the block says more
+                self._entry.close()
+                self._entry.wait()
 
     @property
     def name(self) -> str:
@@ -144,6 +148,8 @@ class Lease(LeasedArray):
 
         Raises
         ------
+        StateError
+            A graph is being captured from a stream to be handed back: the lease is still open.
         LeaseInUse
             A consumer still holds an array. The lease is closed nevertheless: the memory stays
             mapped until the last array is dropped, and whatever was enqueued until then on the
@@ -222,7 +228,8 @@ class LeaseCalls:
             layer = as_int("layer", layer)
         with runtime.lock:
             runtime.refuse_closed()
-            key = layer, role, layer_group, pool, pages, readonly
+            kinds = layer_group.__class__, pool.__class__  # 0 is False is no pool
+            key = layer, role, layer_group, pool, kinds, pages, readonly
             part = runtime.leases.known_part(key)
             if part is None:
                 part = self._part(layer, role, layer_group, pool, pages)

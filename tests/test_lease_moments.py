@@ -310,6 +310,40 @@ def test_calls_hand_back_under_the_lock(monkeypatch):
 # -- captured graphs -------------------------------------------------------------------------------
 
 
+def test_a_lease_of_the_only_stream_is_not_closed_while_that_is_captured(monkeypatch):
+    """There is nobody who would wait, but the moment has to be known to whoever comes later."""
+    s = Scene(2)
+    lease = s.m.lease(0, "key", stream=s.s1)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+        for call in (lease.close, lease.release):
+            with pytest.raises(k.StateError, match="a graph is being captured"):
+                call()
+    assert lease.is_open
+    lease.close()
+    assert not s.m._runtime.leases
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_an_error_in_the_block_is_not_hidden_by_a_captured_graph(monkeypatch, viewed):
+    """The lease ends nevertheless, and its pages are handed back when the capture is over."""
+    for seed in FEW:
+        s = Scene(seed)
+        lease = s.m.lease(0, "key", stream=s.consumer)
+        if viewed:
+            lease._entry.view(lease)
+        with monkeypatch.context() as patch:
+            patch.setattr(HostDevice, "is_capturing", lambda self, one, s=s: one is s.consumer)
+            s.write(*row(s.a), 5)
+            with pytest.raises(KeyError), lease:
+                {}["nothing"]
+        assert not lease.is_open
+        s.seen.append(s.gather())
+        assert s.saw(5)
+        del lease
+        assert not s.m._runtime.leases
+
+
 def test_pages_of_a_captured_stream_are_handed_to_nobody(monkeypatch):
     """Their consumer's work before the capture can't be waited for until the capture is over."""
     s = Scene(3)

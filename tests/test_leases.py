@@ -168,6 +168,10 @@ def test_what_is_refused_changes_nothing():
     for layer in ([0], 0.0, True, "0"):
         with pytest.raises(TypeError, match="layer: expected"):
             m.lease(layer, "key")
+    m.lease(layer_group=0, pool=0).close()
+    for arguments in ({"layer_group": 0, "pool": False}, {"layer_group": 0.0}):  # equal to those
+        with pytest.raises(TypeError, match=r"pool|layer_group"):
+            m.lease(**arguments)
     with pytest.raises(k.StateError, match="without memory"):
         opaque_manager(device="meta").lease(0, "key")
     m.shutdown()
