@@ -13,11 +13,15 @@ consumer's stream wait.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvcore.device.base import Array, Device, Stream
 from kvcore.dlpack.exporter import Exporter, check_no_stream
+from kvcore.dlpack.exports import Release
 from kvcore.dlpack.structs import HOST_KINDS
 from kvcore.dlpack.view import ArrayView
 from kvcore.errors import wrong
@@ -84,21 +88,77 @@ class Produced(Exporter):
         """The same memory as unsigned integers."""
         return Produced(self._device, self.view.bits(), self._stream)
 
-    def _hold(self, stream: object) -> None:
+    def _hold(self, stream: object) -> Release | None:
+        on, its = self._stream_of(stream), self._device.lasting(self._stream)
+        if on is None or on is its:  # which comes after itself in both directions
+            return None
+        on.wait(its.record())
+        loan = _Loan(self.view.owner, self._stream, self._device.lasting(on))
+        return partial(_ended(self._device).append, loan)
+
+    def _stream_of(self, stream: object) -> Stream | None:
+        """The consumer's; None where there is none, or it asks for no order."""
         if self.view.device[0] in HOST_KINDS:
             check_no_stream(stream)
-        elif stream != NO_ORDER:
-            if stream == 0:
-                raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream)
-            on = self._device.stream(LEGACY if stream is None else stream)
-            if on is not self._stream:
-                on.wait(self._stream.record())
+            return None
+        if stream == 0:
+            raise wrong("stream", "None, -1, 1, 2 or the handle of a stream", stream)
+        if stream == NO_ORDER:
+            return None
+        return self._device.stream(LEGACY if stream is None else stream)
+
+
+class _Loan(NamedTuple):
+    """An array that a consumer is done with, but for the work it has enqueued."""
+
+    array: object
+    stream: Stream  # in whose order the array's memory is used again
+    consumer: Stream
+
+
+@cache
+def _all_ended() -> WeakKeyDictionary[Device, deque[_Loan]]:
+    return WeakKeyDictionary()
+
+
+def _ended(device: Device) -> deque[_Loan]:
+    """The loans of a device that ended, in whatever thread, and whose arrays are still kept."""
+    return _all_ended().setdefault(device, deque())
+
+
+def _take_back(device: Device) -> None:
+    """Lets go of arrays that consumers have dropped, behind their work.
+
+    Later, where a graph is being captured.
+    """
+    ended = _ended(device)
+    kept: list[_Loan] = []
+    try:
+        while (loan := _first(ended)) is not None:
+            kept.append(loan)
+            if not (device.is_capturing(loan.stream) or device.is_capturing(loan.consumer)):
+                loan.stream.wait(loan.consumer.record())
+                kept.pop()
+    finally:
+        ended.extend(kept)
+
+
+def _first(ended: deque[_Loan]) -> _Loan | None:
+    """Takes the first one, for this thread alone."""
+    try:
+        return ended.popleft()
+    except IndexError:
+        return None
 
 
 def produced(
     device: Device, array: Array, *, stream: object = None, dtype: str | None = None
 ) -> Exporter:
     """An array that kvcore made, as a producer for any library.
+
+    Consumers' streams wait for the work that makes it. An array that was dropped is kept until the
+    next call for this device: then `stream`, in whose order its memory is used again, waits for
+    what the consumer has enqueued until then.
 
     Parameters
     ----------
@@ -107,7 +167,7 @@ def produced(
     array : array
         A NumPy or CuPy array on it.
     stream : optional
-        Where the work that makes it was enqueued. Consumers' streams wait for it.
+        Where the work that makes it was enqueued: the stream of the call that returned it.
     dtype : str, optional
         What its bits are, where NumPy lacks the type: "bfloat16" of a uint16 array.
 
@@ -119,4 +179,6 @@ def produced(
     >>> produced(open_device("host"), gathered, dtype="bfloat16").dtype
     'bfloat16'
     """
-    return Produced(device, device.describe(array, dtype), device.stream(stream))
+    view, on = device.describe(array, dtype), device.stream(stream)
+    _take_back(device)
+    return Produced(device, view, on)

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from kvcore_adapters import for_dlpack
 
 from kvcore.device.cuda import CudaDevice, device_count
 from kvcore.device.host import HostDevice
@@ -245,3 +246,35 @@ def test_streams_of_ours_are_destroyed(device):
     assert driver.counts().streams == before - 1
     assert device.stream(0).handle == 0
     assert handle
+
+
+def test_what_kvcore_made_is_not_used_again_before_its_consumer(rig, orders):
+    """The consumer's stream comes after kvcore's, and the next owner of the memory after it."""
+    consumer, other = rig.device.create_stream(), rig.device.create_stream()
+    made = rig.device.empty(40, np.float32, stream=rig.stream)
+    place, ours, theirs = made.data.ptr, rig.stream.handle, consumer.handle
+    its = for_dlpack.produced(rig.device, made, stream=rig.stream)
+    orders.clear()
+    capsules = [its.__dlpack__(stream=handle) for handle in (theirs, ours, -1, theirs)]
+    assert orders == [(theirs, ours)] * 2
+    del made, its
+    capsules.clear()
+    rig.device.empty(40, np.float32, stream=rig.stream)
+    driver.switch("capturing", True)
+    for_dlpack.produced(rig.device, rig.device.empty(1, np.int32), stream=other)
+    driver.switch("capturing", False)
+    assert rig.device.empty(40, np.float32, stream=rig.stream).data.ptr != place
+    orders.clear()
+    for_dlpack.produced(rig.device, rig.device.empty(1, np.int32), stream=other)
+    assert orders == [(ours, theirs)] * 2
+    found = [rig.device.empty(40, np.float32, stream=rig.stream) for _ in range(2)]
+    assert place in [array.data.ptr for array in found]
+
+
+@pytest.mark.parametrize(("made_on", "given", "waits"), [(2, 2, True), (2, 1, False), (1, 2, True)])
+def test_what_kvcore_made_on_each_threads_own_stream(rig, orders, made_on, given, waits):
+    made = rig.device.empty(4, np.float32)
+    its = for_dlpack.produced(rig.device, made, stream=made_on)
+    its.__dlpack__(stream=given)
+    assert orders == ([(given, 1)] if waits else [])
+    for_dlpack.produced(rig.device, made, stream=made_on)
