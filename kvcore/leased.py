@@ -83,7 +83,10 @@ class LeasedArray(Exporter):
             self._entry.view(self)
         finally:
             release()
-        return self._view.interface() | {"stream": None if ordered else LEGACY}
+        found = self._view.interface() | {"stream": None if ordered else LEGACY}
+        if not self._view.size:
+            found["data"] = 0, self._view.readonly  # as the interface wants it
+        return found
 
     def _hand_over(self, stream: object) -> None:
         """Of a lease that is counted as in use, or was just found open."""

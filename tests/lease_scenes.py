@@ -282,7 +282,7 @@ def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
     s.step = s.m.create_batch(1, 4)
     s.step.prepare([], stream=s.s2)
     s.device.drain()
-    return seen.tolist() == before and s.m.page_table()[number, 0] == -1
+    return seen.tolist() == before and bool(s.m.page_table()[number, 0] == -1)
 
 
 def a_table_is_read_after_it_was_sent(seed: int) -> bool:

@@ -84,6 +84,10 @@ def test_what_jax_would_copy_is_refused():
     with pytest.raises(BufferError, match="read-only"):
         array(m.lease(layer_group=0, readonly=True))
     assert m.lease(0, "key").num_arrays == 0
+    closed = m.lease(0, "key")  # has gaps as well, which is not the reason
+    closed.close()
+    with pytest.raises(k.StateError, match="is closed"):
+        array(closed)
 
 
 @jax.jit

@@ -74,10 +74,14 @@ def array(lease: Exporter) -> Any:
     BufferError
         JAX would copy: the lease has gaps, 64-bit types while JAX has them off, memory that is not
         aligned; or has no such layout: float4 (take `lease.bits()`).
+    StateError
+        The lease is closed.
     """
     view = lease.view
     try:
         found = jax.numpy.from_dlpack(_Given(lease))
+    except k.KVCoreError:  # closed, or a captured graph
+        raise
     except Exception as error:
         reason = _refusal(view)
         if reason is None:

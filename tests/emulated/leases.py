@@ -217,7 +217,10 @@ def test_the_array_interface_names_a_stream_or_none(rig, orders):
     ordered = manager.lease(0, "value", stream=rig.stream, readonly=True)
     interface = ordered.__cuda_array_interface__
     assert (interface["stream"], interface["data"][1]) == (None, True)
-    lease.close(), ordered.close()
+    empty = manager.lease(0, "key", pages=range(3, 3))
+    assert empty.__cuda_array_interface__["data"] == (0, False)
+    lease.close(), ordered.close(), empty.close()
+    del empty
     with pytest.raises(k.StateError, match="is closed"):
         _ = lease.__cuda_array_interface__
     kv.close()
