@@ -132,7 +132,7 @@ def test_float4_pools_are_read_as_bytes():
         np.testing.assert_array_equal(np.asarray(low).reshape(-1, H, D // 2)[:7], new[1] & 15)
 
 
-def test_several_pools_come_in_the_order_of_their_keys():
+def two_pools():
     kinds = {"key": (T * H * D * 4, (H, D)), "scales": (T * H * 4, (H,))}
     buffers = [
         k.BufferConfig(role=role, size=size, dtype="float32", shape=shape)
@@ -143,7 +143,11 @@ def test_several_pools_come_in_the_order_of_their_keys():
         cache_tiers=[k.GpuCacheTierConfig(quota=1 << 16)],
         layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
     )
-    m = k.KVCacheManager(config, device="host")
+    return k.KVCacheManager(config, device="host")
+
+
+def test_several_pools_come_in_the_order_of_their_keys():
+    m = two_pools()
     m.get_pages(0, "key")[...], m.get_pages(0, "scales")[...] = 3, 5
     with JaxPools(m) as pools:
         assert len(pools.keys) == 2
@@ -223,6 +227,18 @@ def test_an_array_that_is_kept_holds_the_pool():
         m.shutdown()
     del kept
     pools.close()
+    m.shutdown()
+
+
+def test_a_kept_array_does_not_keep_the_other_pools():
+    m = two_pools()
+    pools = JaxPools(m)
+    kept = array(pools._leases[0])
+    with pytest.raises(k.LeaseInUse, match="pool 0 of layer group 0"):
+        pools.close()
+    assert not any(lease.is_open for lease in pools._leases)
+    del kept
+    gc.collect()
     m.shutdown()
 
 

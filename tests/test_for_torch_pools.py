@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.errors import DriverError
 from kvcore.layer_config import DTYPE_BITS
+from kvcore.lease_book import LeaseBook
 from tests.helpers import opened, row, typed_manager
 
 torch = pytest.importorskip("torch")
@@ -106,5 +108,24 @@ def test_closing_pools_that_somebody_holds():
         m.shutdown()
     held.fill_(1)
     del held
+    pools.close()
+    m.shutdown()
+
+
+def test_closing_pools_again_after_the_driver_failed(monkeypatch):
+    m = typed_manager()
+    pools, real, left = TorchPools(m), LeaseBook.end, [True, True]
+
+    def end(book, entry, stream):
+        left.pop()
+        if not left:
+            raise DriverError("cuEventRecord", 1, "planted")
+        real(book, entry, stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LeaseBook, "end", end)
+        with pytest.raises(DriverError, match="planted") as told:
+            pools.close()
+    assert told.tb is not None
     pools.close()
     m.shutdown()

@@ -225,5 +225,11 @@ class JaxPools:
         end = time.monotonic() + PATIENCE
         while any(lease.num_arrays for lease in self._leases) and time.monotonic() < end:
             time.sleep(1e-3)
+        busy = []
         for lease in self._leases:
-            lease.close()
+            try:
+                lease.close()
+            except k.LeaseInUse as error:
+                busy.append(error)
+        if busy:
+            raise busy[0]

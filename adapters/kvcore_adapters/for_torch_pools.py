@@ -188,16 +188,16 @@ class TorchPools:
         """Lets go of all tensors and ends the leases. Idempotent.
 
         Raises `LeaseInUse` while somebody else holds a tensor of a pool; the memory stays mapped
-        until that is dropped.
+        until that is dropped. After any other error it can be called again.
         """
         self.tensors.clear()
         self.tables.clear()
-        leases, self._leases = self._leases, []
         busy = []
-        for lease in leases:
+        while self._leases:
             try:
-                lease.close()
+                self._leases[0].close()
             except k.LeaseInUse as error:
                 busy.append(error)
+            del self._leases[0]
         if busy:
             raise busy[0]
