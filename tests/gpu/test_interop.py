@@ -257,6 +257,32 @@ def test_torch_operators_in_a_captured_graph(rig, few_pages, compiled):
     s.close()
 
 
+def test_a_lease_of_the_captured_stream_stays_open_until_the_capture_is_over(rig, few_pages):
+    """Nobody else works on pages. The capture is none the worse for the refusal."""
+    on, refused = tools.capturable(rig.device), []
+    s = Scene(Rig(rig.device, rig.device.stream(on)))
+    lease = s.m.lease(0, "key", stream=on)
+    page = s.m.get_pages(0, "key")[s.slot].view(np.uint8)
+    s.fill(0)
+
+    def work(stream):
+        s.fill(7, stream)
+        for call in (lease.close, lease.release):
+            with pytest.raises(k.StateError, match="a graph is being captured"):
+                call()
+            refused.append(call)
+
+    graph = tools.Graph(rig.device, work, on)
+    assert len(refused) == 2
+    assert lease.is_open
+    graph.replay()
+    found = rig.device.to_host(page, stream=rig.device.stream(on))
+    assert set(found.reshape(-1).tolist()) == {7}
+    lease.close()
+    del page
+    s.close()
+
+
 def captured(torch, work):
     """A graph of `work`, captured on torch's stream after three runs, and its results."""
     stream = torch.cuda.current_stream()
