@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvcore.beam_batch import BeamBatch
 from kvcore.beam_steps import BEAM_WORDS, BeamSteps
-from kvcore.checks import as_int
+from kvcore.checks import as_int, as_items, as_tuple
 from kvcore.device.base import StepArrays
-from kvcore.errors import StateError, wrong
+from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.formats import Formats
 from kvcore.ids import NO_SLOT
 from kvcore.indirect_steps import beam_steps
@@ -229,6 +229,8 @@ class Batch(BeamBatch, Formats):
             sources: list[Array] = list(buffers.values())
             self._runtime.device.append(usual.stack, usual.mapping, sources, stream=on)
             return
+        if not isinstance(buffers, Mapping):
+            raise wrong_type("buffers", "a mapping of roles to arrays", buffers)
         stack, group = self._stack(layers, tuple(buffers))
         sizes = self.num_tokens, self.max_tokens
         sources = [
@@ -271,10 +273,13 @@ class Batch(BeamBatch, Formats):
         """
         runtime = self._runtime
         on = self._on(stream)
-        stack, group = self._stack(layers, tuple(roles))
+        roles = as_tuple("roles", roles, str, "a role")
+        stack, group = self._stack(layers, roles)
         if out is None:
             out = [new_operand(runtime, stack, layers, role, self.num_tokens, on) for role in roles]
-        elif len(out) != len(roles):
+        else:
+            out = as_items("out", out, "an array")
+        if len(out) != len(roles):
             raise wrong("out", f"{len(roles)} arrays, one per role", len(out))
         sizes = self.num_tokens, self.max_tokens
         targets = [

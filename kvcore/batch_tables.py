@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.checks import as_int, as_tuple
+from kvcore.checks import as_bool, as_int, as_items, as_tuple
 from kvcore.device.base import PoolNumbers
 from kvcore.errors import CacheCapacityError, wrong, wrong_type
 from kvcore.ids import NO_SLOT, LayerGroupId, LayerId, align_up
@@ -124,11 +124,14 @@ class IndexMapper:
             A request has no index; a width is above `max_copy_width` or, not replicating,
             `max_beam_width`: those rows would be another request's.
         """
-        first = np.array([self.index(request) for request in requests], np.intp)
-        high = self.max_copy_width if replicate_beam_zero else self.max_beam_width
-        widths = batch_widths(len(requests), num_contexts, beam_width, high)
+        named = isinstance(requests, str)  # one letter each
+        names = list(requests) if named else as_items("requests", requests, "a request")
+        first = np.array([self.index(name) for name in names], np.intp)
+        replicate = as_bool("replicate_beam_zero", replicate_beam_zero)
+        high = self.max_copy_width if replicate else self.max_beam_width
+        widths = batch_widths(len(names), num_contexts, beam_width, high)
         owner, beam = _rows_and_beams(widths)
-        chosen = first[owner] * self.max_beam_width + (0 if replicate_beam_zero else beam)
+        chosen = first[owner] * self.max_beam_width + (0 if replicate else beam)
         return chosen.astype(np.int32)
 
 
@@ -139,7 +142,8 @@ def batch_widths(
     contexts = as_int("num_contexts", num_contexts, 0, count)
     widths: Index = np.ones(count, np.intp)
     if isinstance(beam_width, Iterable):
-        each = [as_int(f"beam_width[{i}]", w, 1, high) for i, w in enumerate(beam_width)]
+        some = as_items("beam_width", beam_width, "an int")
+        each = [as_int(f"beam_width[{i}]", w, 1, high) for i, w in enumerate(some)]
         if len(each) != count - contexts:
             raise wrong("beam_width", f"{count - contexts} entries, one per generation", len(each))
         widths[contexts:] = each
@@ -267,6 +271,7 @@ class BatchTables:
 
     def shape(self, rows: int, blocks: int) -> tuple[int, int, int, int]:
         """The shape of a table for so many rows of so many blocks."""
+        rows, blocks = as_int("rows", rows, 0), as_int("blocks", blocks, 0)
         pages = align_up(blocks * self._expansion, WHOLE_VECTORS)
         return len(self.pools), rows, 2, pages
 
@@ -303,9 +308,8 @@ def table_rows(
 
 
 def check_no_page(no_page: int) -> None:
-    """Raises `ValueError` for anything but the two that kernels know."""
-    if no_page not in (NO_SLOT, 0):
-        raise wrong("no_page", "-1 or 0", no_page)
+    """Raises `ValueError` or `TypeError` for anything but -1 and 0, which kernels know."""
+    as_int("no_page", no_page, NO_SLOT, 0)
 
 
 def _write(target: Int32, slots: Int32, pool: TablePool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.checks import as_int
+from kvcore.checks import LONGEST, as_int
 from kvcore.errors import StateError, wrong
 
 if TYPE_CHECKING:
@@ -76,23 +76,24 @@ class BeamBatch:
         StateError
             The manager's `beam_mode` is not "indirection", or it was made for one beam; the batch
             holds no step.
-        ValueError
-            `out` has another shape or dtype.
+        ValueError, TypeError
+            `out` has another shape or dtype, or is no array that can be written here.
         """
         runtime = self._runtime
         with runtime.lock:
-            beams, seqs = self._with_beams(), runtime.control.seqs
+            beams, seqs = self._with_beams("cache_indirection"), runtime.control.seqs
             on = self._on(stream)
             if num_positions is None and self._step is not None:
                 blocks = int(seqs.num_blocks[self._step.sequences].max(initial=0))
                 num_positions = blocks * seqs.shape.tokens_per_block
-            count = as_int("num_positions", num_positions, 0)
+            count = as_int("num_positions", num_positions, 0, LONGEST)
             shape = (self.num_rows, count)
             if out is None:
                 out = runtime.device.empty(shape, np.int32, stream=on)
-            elif tuple(out.shape) != shape or out.dtype != np.int32:
-                raise wrong("out", f"int32 {shape}", f"{out.dtype} {tuple(out.shape)}")
-            beams.take_indirection(out, on)
+            target = runtime.device.as_array(out, stream=on, writable=True)
+            if target.shape != shape or target.dtype != np.int32:
+                raise wrong("out", f"int32 {list(shape)}", f"{target.dtype} {list(target.shape)}")
+            beams.take_indirection(target, on)
             return out
 
     def finish(self, parents: Any = None, *, stream: object = None) -> None:
@@ -117,9 +118,9 @@ class BeamBatch:
             for sequence in [] if self._step is None else self._step.sequences.tolist():
                 runtime.streams.come_home(sequence)
 
-    def _with_beams(self) -> BeamSteps:
+    def _with_beams(self, call: str = "step_beams") -> BeamSteps:
         if self._beams is None:
-            raise StateError("step_beams: the manager was made with max_beam_width=1")
+            raise StateError(f"{call}: the manager was made with max_beam_width=1")
         return self._beams
 
     def _checked_parents(self, parents: Any, on: Stream) -> Array:

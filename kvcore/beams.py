@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from kvcore.checks import as_int
+from kvcore.checks import as_int, as_items
 from kvcore.control.beams import plan_reordering
 from kvcore.control.indirection import plan_redirection
 from kvcore.control.rebinding import BeamPlan, rows_and_pages
 from kvcore.control.widening import plan_widening
-from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong, wrong_type
+from kvcore.errors import InternalError, OutOfPagesError, StateError, wrong
 from kvcore.handle import Handle
 from kvcore.ids import NO_TICKET, Ticket
 
@@ -239,10 +239,9 @@ class Beams(Handle):
 
 
 def _checked_parents(parents: Sequence[int], length: int, old_width: int) -> tuple[int, ...]:
-    if not isinstance(parents, Iterable):
-        raise wrong_type("parents", "a sequence of int", parents)
+    some = as_items("parents", parents, "an int")
     chosen = tuple(
-        as_int(f"parents[{i}]", parent, 0, old_width - 1) for i, parent in enumerate(parents)
+        [as_int(f"parents[{i}]", parent, 0, old_width - 1) for i, parent in enumerate(some)]
     )
     if len(chosen) != length:
         raise wrong("parents", f"{length} entries, one per beam", len(chosen))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -109,6 +109,19 @@ def as_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     return value
 
 
+def as_items(name: str, value: object, what: str) -> list[Any]:
+    """The items of an iterable; text and arrays without an axis are none. `what` is an item.
+
+    >>> as_items("parents", 3, "an int")
+    Traceback (most recent call last):
+    TypeError: parents: expected a sequence, each item an int, got int (3)
+    """
+    none = isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
+    if none or not isinstance(value, Iterable):
+        raise wrong_type(name, f"a sequence, each item {what}", value)
+    return list(value)
+
+
 def as_tuple(
     name: str, value: object, kind: type[T] | tuple[type[T], ...], what: str
 ) -> tuple[T, ...]:
@@ -118,9 +131,7 @@ def as_tuple(
     Traceback (most recent call last):
     TypeError: layers: expected a sequence, each item a layer, got int (3)
     """
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise wrong_type(name, f"a sequence, each item {what}", value)
-    items = tuple(value)
+    items = tuple(as_items(name, value, what))
     for index, item in enumerate(items):
         if not isinstance(item, kind):
             raise wrong_type(f"{name}[{index}]", what, item)

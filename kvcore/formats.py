@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcore.batch_tables import check_no_page
 from kvcore.block_offsets import BlockOffsets
-from kvcore.checks import as_choice, as_int, as_tuple
+from kvcore.checks import LONGEST, as_choice, as_int, as_tuple
 from kvcore.device.base import RowRanges
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import PageIndexMode
@@ -92,11 +92,12 @@ class Formats(BlockOffsets):
 
         The `kv_indptr` of `csr_pages`, also for a step whose list is made by a graph. `page_tokens`
         are the tokens of a page, by default a block's; `rows` the rows of the list, padding
-        included, by default `num_rows`. O(rows); launches nothing.
+        included, by default `num_rows`, at most `max_rows`. O(rows); launches nothing.
         """
         block = self._runtime.layout.tokens_per_block
-        size = as_int("page_tokens", block if page_tokens is None else page_tokens, 1)
-        most = as_int("rows", self.num_rows if rows is None else rows, self.num_rows)
+        size = as_int("page_tokens", block if page_tokens is None else page_tokens, 1, LONGEST)
+        least, high = self.num_rows, self.max_rows
+        most = as_int("rows", least if rows is None else rows, least, high)
         indptr = np.zeros(most + 1, np.int32)
         lens = self.kv_lens
         np.cumsum(-(-lens // size), out=indptr[1 : lens.size + 1])
@@ -148,7 +149,7 @@ class Formats(BlockOffsets):
         """
         runtime = self._runtime
         with runtime.lock:
-            if layout == "NH2D":
+            if as_choice("layout", layout, LAYOUTS) == "NH2D":
                 text = "'NHD' or 'HND', since FlashInfer has keys and values in pages of their own"
                 raise wrong("layout", text, layout, "use ragged_pages")
             pages = self._pages_of(layers, roles, layout, mode)
@@ -228,7 +229,7 @@ class Formats(BlockOffsets):
             self._check_complete("ragged_pages", on)
             rows, given, arrays = self._given(out, 4, on)
             least = -(-int(self.kv_lens.max(initial=0)) // pages.tokens)
-            columns = as_int("num_pages", least if num_pages is None else num_pages, least)
+            columns = as_int("num_pages", least if num_pages is None else num_pages, least, LONGEST)
             if out is None:
                 given = arrays = self._new([(rows, columns), (rows + 1,), (rows,), (1,)], on)
             shapes = [array.shape for array in arrays]

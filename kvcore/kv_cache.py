@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.checks import as_int
+from kvcore.checks import as_bool, as_int
 from kvcore.errors import StateError, wrong, wrong_type
 from kvcore.ids import div_ceil
 from kvcore.publishing import Publishing
@@ -258,10 +258,11 @@ class KVCache(Publishing):
         With `valid_only` entries without a page are left out. Raises `ValueError` for a layer group
         or beam that is not there.
         """
+        only = as_bool("valid_only", valid_only)
         with self._runtime.lock:
             self._place(layer_group, beam)
             row: Int32 = self._runtime.control.seqs.page_rows(self._sequence)[beam, layer_group]
-            return row[row >= 0] if valid_only else row
+            return row[row >= 0] if only else row
 
     def set_base_page_index_buf(self, beam: int, layer_group: int, buffer: Int32 | None) -> None:
         """Keeps a row of the caller's own table up to date from now on.

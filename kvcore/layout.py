@@ -184,7 +184,10 @@ class Layout:
 
     def place(self, layer: int, role: str) -> BufferPlace:
         """The place of a buffer. O(1). Raises `ValueError` for an unknown layer or role."""
-        found = self.places.get((LayerId(layer), role))
+        try:
+            found = self.places.get((LayerId(layer), role))
+        except TypeError:  # not hashable
+            raise wrong_type("layer, role", "an int and a str", (layer, role)) from None
         if found is not None:
             return found
         roles = [name for layer_id, name in self.places if layer_id == layer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvcore.checks import as_int
+from kvcore.checks import as_bool, as_int
 from kvcore.errors import StateError, wrong
 from kvcore.leased import LeasedArray
 from kvcore.page_views import Leasable, buffer_view, pool_view, table_view
@@ -226,6 +226,8 @@ class LeaseCalls:
         runtime = self._runtime
         if layer is not None and layer.__class__ is not int:
             layer = as_int("layer", layer)
+        if readonly is not False:
+            readonly = as_bool("readonly", readonly)
         with runtime.lock:
             runtime.refuse_closed()
             kinds = layer_group.__class__, pool.__class__  # 0 is False is no pool

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.checks import as_optional_int
+from kvcore.checks import LONGEST, as_items, as_optional_int
 from kvcore.config import ReuseScope
 from kvcore.control.reuse import Claim, PriorityOf
 from kvcore.errors import wrong, wrong_type
@@ -83,7 +83,7 @@ class Lifecycle:
         in an int32 array.
         """
         scope = checked_scope(reuse_scope)
-        prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0)
+        prompt = as_optional_int("expected_prompt_length", expected_prompt_length, 0, LONGEST)
         text_only = self._text_only(text_only)
         given = () if input_tokens is None else input_tokens
         image = token_view("input_tokens", given, text_only=text_only)
@@ -122,10 +122,12 @@ class Lifecycle:
         Raises `ValueError` if `ids` has another length, `CacheCapacityError` if there is no room.
         """
         prompts = [
-            as_optional_int(f"expected_prompt_lengths[{i}]", length, 0)
-            for i, length in enumerate(expected_prompt_lengths)
+            as_optional_int(f"expected_prompt_lengths[{i}]", length, 0, LONGEST)
+            for i, length in enumerate(
+                as_items("expected_prompt_lengths", expected_prompt_lengths, "an int or None")
+            )
         ]
-        names = [None] * len(prompts) if ids is None else list(ids)
+        names = [None] * len(prompts) if ids is None else as_items("ids", ids, "an id")
         if len(names) != len(prompts):
             raise wrong("ids", f"{len(prompts)} entries", len(names))
         return self._create(prompts, names)

@@ -327,9 +327,10 @@ class KVCacheManager(Lifecycle, PrefixCalls, LeaseCalls, PoolQueries):
         runtime = self._runtime
         with runtime.lock:
             runtime.enter()
-            rows = as_int("max_rows", max_rows, 1)
-            table_rows = as_optional_int("max_table_rows", max_table_rows, rows)
-            return Batch(runtime, rows, as_int("max_tokens", max_tokens, 1), table_rows or 0)
+            rows = as_int("max_rows", max_rows, 1, LONGEST)
+            table_rows = as_optional_int("max_table_rows", max_table_rows, rows, LONGEST)
+            tokens = as_int("max_tokens", max_tokens, 1, LONGEST)
+            return Batch(runtime, rows, tokens, table_rows or 0)
 
     def create_batch_tables(self, roles: tuple[str, str] = ("key", "value")) -> BatchTables:
         """What makes `[pools, rows, 2, blocks]` tables of page indices, K and V, for a batch.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvcore.checks import as_int, token_counts
+from kvcore.checks import as_int, as_items, token_counts
 from kvcore.control.sizing import max_seq_len_that_fits
 from kvcore.control.statistics import KVCacheIterationStats, KVCacheStats
 from kvcore.errors import wrong, wrong_type
@@ -105,7 +105,7 @@ class PoolQueries:
 
     def get_layer_group_id(self, layer_id: int) -> LayerGroupId:
         """The layer group of a layer. Raises `ValueError` for an unknown one."""
-        return self._runtime.layout.layer_group_of(layer_id)
+        return self._runtime.layout.layer_group_of(as_int("layer_id", layer_id))
 
     def get_storage_statistics(self, level: int = 0) -> tuple[StorageStatistics, ...]:
         """Slots of each pool group on a cache level. Raises `ValueError` for an unknown level."""
@@ -233,8 +233,13 @@ class PoolQueries:
     ) -> tuple[AggregatedPageDesc, ...]:
         """Merges buffers that are neighbours in memory, for copies of whole pages.
 
-        Raises `ValueError` for an unknown or repeated buffer.
+        Raises `ValueError` for an unknown or repeated buffer, `TypeError` for what names none.
         """
+        what = "(layer id, role)"
+        pairs = as_items("buffers", buffers, what)
+        for number, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise wrong_type(f"buffers[{number}]", what, pair)
         return tuple(
             AggregatedPageDesc(
                 base=self._runtime.pools[piece.pool_group][piece.pool].base + piece.offset,
@@ -244,7 +249,7 @@ class PoolQueries:
                 pool_group=piece.pool_group,
                 buffers=tuple((place.layer_id, place.role) for place in piece.buffers),
             )
-            for piece in aggregate(self._runtime.layout, buffers)
+            for piece in aggregate(self._runtime.layout, pairs)
         )
 
     def get_pages(self, layer_id: int, role: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcore.checks import as_int, as_optional_int
+from kvcore.checks import as_int, as_items, as_optional_int
 from kvcore.config import ReuseScope
 from kvcore.control.ghosts import Pressure
 from kvcore.errors import StateError, wrong, wrong_type
@@ -237,9 +237,7 @@ def refuse_while_open(runtime: Runtime, call: str) -> None:
 
 
 def _checked_keys(keys: object) -> list[bytes]:
-    if isinstance(keys, bytes | str) or not isinstance(keys, Iterable):
-        raise wrong_type("keys", "a sequence of bytes, one per block", keys)
-    return list(keys)
+    return as_items("keys", keys, "bytes of a block")
 
 
 def end_pins(runtime: Runtime) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvcore.beams import Beams
+from kvcore.checks import as_bool
 from kvcore.control.commit import CommitPlan, plan_commit, publish
 from kvcore.control.indirection import let_go_of_published, plan_gathering
 from kvcore.control.node import TOKEN_BYTES
@@ -51,7 +52,7 @@ class Publishing(Beams):
         a stream that reads the pages waits for it. O(n), about 0.2 ms for 128k tokens without
         events. Tokens of a block that is not full are kept until it is.
         """
-        runtime = self._runtime
+        runtime, is_end = self._runtime, as_bool("is_end", is_end)
         with runtime.lock:
             sequence = self._active("commit")
             self._known("commit")

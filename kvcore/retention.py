@@ -51,7 +51,7 @@ def as_retention(retention: object) -> tuple[Retention, ...]:
         return ()
     if isinstance(retention, Retention):
         return (retention,)
-    if isinstance(retention, Iterable):
+    if isinstance(retention, Iterable) and getattr(retention, "ndim", 1) != 0:
         entries = tuple(retention)
         if all(isinstance(entry, Retention) for entry in entries):
             return entries

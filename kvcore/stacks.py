@@ -23,7 +23,10 @@ class PageStacks:
 
         Raises `ValueError` for unknown or opaque buffers, or if they differ in group or geometry.
         """
-        found = self._made.get((layers, roles))
+        try:
+            found = self._made.get((layers, roles))
+        except TypeError:  # not hashable: looking for the buffers says what is wrong
+            found = None
         if found is None:
             found = self._made[layers, roles] = self._make(layers, roles)
         return found

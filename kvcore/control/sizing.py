@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
-from kvcore.checks import as_int
+from kvcore.checks import LONGEST, as_int
 from kvcore.config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
 from kvcore.control.demand import batch_slots, pool_group_sums, slots_for, structural_floors
 from kvcore.errors import wrong
@@ -177,7 +177,7 @@ def max_seq_len_that_fits(
     int
         `min(whole blocks * T, bound)` tokens, 0 if not even one block fits.
     """
-    bound, batch_size = as_int("bound", bound, 0), as_int("batch_size", batch_size, 1)
+    bound, batch_size = min(as_int("bound", bound, 0), LONGEST), as_int("batch_size", batch_size, 1)
     step = as_int("max_step_tokens", max_step_tokens, 0)
     size = layout.tokens_per_block
     shared = as_int("system_prompt_length", system_prompt_length, 0) // size * size
