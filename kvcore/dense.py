@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kvcore.checks import as_int, as_items
 from kvcore.errors import wrong_type
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ def permute_dense(
 
     if not isinstance(device, Device):
         raise wrong_type("device", "an open Device", device, "see kvcore.device.open_device")
-    on = device.stream(stream)
+    some, axis = as_items("arrays", arrays, "an array"), as_int("token_axis", token_axis)
+    width, on = as_int("width", width), device.stream(stream)
     device.permute_rows(
-        [device.as_array(array, stream=on, writable=True) for array in arrays],
+        [device.as_array(array, stream=on, writable=True) for array in some],
         device.as_array(parents, stream=on),
         width=width,
         starts=None if starts is None else device.as_array(starts, stream=on),
         tokens=None if tokens is None else device.as_array(tokens, stream=on),
-        token_axis=token_axis,
+        token_axis=axis,
         stream=on,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcore.checks import as_int
+from kvcore.checks import as_int, as_items
 from kvcore.control.sequences import NO_LIMIT
 from kvcore.errors import InternalError, wrong, wrong_type
 from kvcore.ids import NO_SLOT
@@ -94,11 +94,10 @@ def reserve_all(reservations: Iterable[tuple[KVCache, int]], *, block: bool = Fa
 
 
 def _as_pairs(reservations: Iterable[tuple[KVCache, int]]) -> list[tuple[KVCache, int]]:
-    if not isinstance(reservations, Iterable):
-        raise wrong_type("reservations", "an iterable of (KVCache, capacity)", reservations)
+    some = as_items("reservations", reservations, "(KVCache, capacity)")
     pairs: list[tuple[KVCache, int]] = []
     seen: set[int] = set()  # ids: handles are identities
-    for i, pair in enumerate(reservations):
+    for i, pair in enumerate(some):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise wrong_type(f"reservations[{i}]", "a pair (KVCache, capacity)", pair)
         kv, capacity = pair

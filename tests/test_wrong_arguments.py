@@ -58,6 +58,24 @@ def test_of_a_manager(m, words, call):
         call(m)
 
 
+def test_of_functions_beside_the_manager(m):
+    device, arrays, parents = m.device, [np.zeros((2, 1, 3))], np.array([1, 0], np.int32)
+    calls = [
+        ("width: expected an int", lambda: k.permute_dense(device, arrays, parents, width="2")),
+        ("arrays: expected a seq", lambda: k.permute_dense(device, 5, parents, width=2)),
+        ("reservations: expected a sequence", lambda: k.reserve_all(POINT)),
+    ]
+    for words, call in calls:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_tables_beyond_the_address_space_say_what_to_lower():
+    """Before anything as large is made."""
+    with pytest.raises(k.OutOfMemoryError, match="lower max_rows"):
+        typed_manager(max_sequences=2**60)
+
+
 def test_a_bound_above_all_lengths_is_no_bound(m):
     assert m.clamp_max_seq_len_for_mem(1, 2**70) == m.clamp_max_seq_len_for_mem(1, 2**20)
 

@@ -68,6 +68,8 @@ class SequenceTable:
     def __init__(self, shape: TableShape) -> None:
         n = shape.max_sequences
         self.shape = shape
+        # First, because it says what to lower where all that follows is too large as well
+        self.table = reserved((shape.max_rows, shape.num_groups, shape.max_blocks))
         self.capacity: Int32 = np.zeros(n, np.int32)
         self.history: Int32 = np.zeros(n, np.int32)
         self.num_blocks: Int32 = np.zeros(n, np.int32)
@@ -84,7 +86,6 @@ class SequenceTable:
         self.gen_from: Int32 = np.full(n, NO_LIMIT, np.int32)  # first block added in generation
         self.prompt: Int32 = np.full(n, NO_LIMIT, np.int32)  # history at which generation starts
         self.rows: Index = np.full((n, shape.max_beam_width), -1, np.intp)
-        self.table = reserved((shape.max_rows, shape.num_groups, shape.max_blocks))
         self.cells: Int32 = self.table.reshape(-1)
         self.row_stride = shape.num_groups * shape.max_blocks
         self.used_rows = 0  # rows initialised so far
