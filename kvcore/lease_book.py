@@ -47,7 +47,7 @@ class LeaseEntry:
         self.memory = memory
         self._number, self._part = number, part
         self.streams: dict[Stream, bool] = {}
-        """Of consumers, since their work was last handed back, and `given`; `lasting` ones.
+        """Of consumers, since their work was last handed back; and those that stay.
 
         With each of them, whether the caller named it himself, and so orders it.
         """

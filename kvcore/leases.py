@@ -37,7 +37,9 @@ class Lease(LeasedArray):
     of work on a stream that kvcore does not use itself; on a stream that the sequences are bound to
     it needs neither.
 
-    A stream that was handed something must exist until it is handed back. On the host device
+    A stream that was handed something must exist until it is handed back; one that
+    `acquire` named is the caller's until `release`, one that `stream=` named until `close`,
+    whatever arrays are dropped in between. On the host device
     library calls run at once, as does kvcore's work; with deferred streams, call `synchronize`
     before the host looks.
 
