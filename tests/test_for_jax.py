@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -263,6 +264,16 @@ def test_an_error_inside_is_the_functions():
         pools.read(broken)
     gc.collect()
     m.shutdown()
+
+
+@pytest.mark.parametrize(("make", "blocks"), [(jax.random.key, 1), (jnp.int4, 1), (jnp.float32, 0)])
+def test_results_that_dlpack_lacks_are_waited_for(make, blocks, monkeypatch):
+    """On a GPU, where events order everything else."""
+    pools, result, blocked = JaxPools(typed_manager()), make(3), []
+    monkeypatch.setattr(jax, "block_until_ready", blocked.append)
+    pools._wait_for(result, SimpleNamespace(handle=None))
+    assert len(blocked) == blocks
+    pools.close()
 
 
 def test_arrays_of_jax_are_appended():

@@ -152,7 +152,8 @@ class JaxPools:
         ----------
         function : callable
             Usually jitted. Reads the arrays in the tuple `pages`, one per pool: `[page indices,
-            ...]`. Must return all that it computes from them, as arrays in any tree.
+            ...]`. Must return all that it computes from them, as arrays in any tree. BLOCKS where
+            one of them has a type that DLPack lacks, such as int4 or random keys.
 
         Raises
         ------
@@ -212,9 +213,16 @@ class JaxPools:
             jax.block_until_ready(leaves)
             return
         for leaf in leaves:
-            leaf.__dlpack__(stream=self._stream.handle)  # this stream waits for it
+            self._wait_for(leaf, self._stream)
         for lease in self._leases:
             lease.release(self._stream)
+
+    def _wait_for(self, leaf: Any, stream: Any) -> None:
+        """Puts a stream behind the work that makes an array."""
+        try:
+            leaf.__dlpack__(stream=stream.handle)
+        except (AttributeError, RuntimeError):  # random keys, int4: DLPack has no such type
+            jax.block_until_ready(leaf)
 
     def close(self) -> None:
         """Ends the leases. BLOCKS until JAX has let go of what it used.

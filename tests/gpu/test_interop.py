@@ -298,6 +298,20 @@ def captured(torch, work):
 # -- JAX -------------------------------------------------------------------------------------------
 
 
+def test_jax_returns_what_dlpack_lacks(rig, few_pages):
+    jax = framework("jax")
+    from kvcore_adapters.for_jax import JaxPools
+
+    s = Scene(rig)
+    with JaxPools(s.m) as pools:
+        work = jax.jit(lambda pages: (pages[0] + 0, jax.random.key(3)))
+        _, key = pools.read(work)
+        expected = jax.random.key_data(jax.random.key(3))
+        assert jax.random.key_data(key).tolist() == expected.tolist()
+        del work
+    s.close()
+
+
 def test_jax_reads_what_torch_and_kvcore_wrote_in_one_process(rig, few_pages):
     """Producers on streams of their own, late by turns; a consumer that names none."""
     torch, jax = framework("torch"), framework("jax")
