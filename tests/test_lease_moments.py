@@ -14,7 +14,7 @@ from kvcore.dlpack.exporter import Exporter
 from kvcore.errors import DriverError
 from kvcore.runtime import Runtime
 from kvcore.streams import Streams
-from tests.helpers import row, typed_manager
+from tests.helpers import opened, row, typed_manager
 from tests.lease_scenes import Scene
 
 FEW = range(30)
@@ -292,6 +292,18 @@ def test_memory_is_let_go_while_its_holders_are_listed():
     holds.add(holder, 8)
     with pytest.raises(k.LeaseInUse, match="resize: lease 1"):
         holds.refuse("resize", 0)
+
+
+def test_a_closed_lease_is_named_where_an_array_is_taken():
+    m = typed_manager(slots=64)
+    (kv,), new = opened(m, 7), np.zeros((7, 2, 8), np.float32)
+    for dtype in ("float32", "bfloat16"):  # by the array interface, and by DLPack
+        lease = typed_manager(slots=16, T=7, layers=1, dtype=dtype).lease(0, "key")
+        lease.close()
+        step = m.create_batch(1, 8)
+        step.prepare([kv], 7, start=0)
+        with pytest.raises(k.StateError, match=r"lease 1 .* is closed"):
+            step.append(0, {"key": lease, "value": new})
 
 
 def test_calls_hand_back_under_the_lock(monkeypatch):

@@ -41,7 +41,7 @@ from kvcore.device.simulated import SimulatedStream, Simulator
 from kvcore.dlpack.importer import from_buffer, from_dlpack
 from kvcore.dlpack.structs import HOST_KINDS
 from kvcore.dlpack.view import ArrayView, view_of
-from kvcore.errors import wrong, wrong_type
+from kvcore.errors import KVCoreError, wrong, wrong_type
 from kvcore.ids import align_up
 
 GRAIN: Final = 4096  # bytes
@@ -351,6 +351,8 @@ def _taken(values: Any) -> tuple[NDArray[Any], str]:
         elif values.__dlpack_device__()[0] in HOST_KINDS:
             view = from_dlpack(values)
             return view.numpy(), view.dtype
+    except KVCoreError:  # a lease that is closed
+        raise
     except (BufferError, RuntimeError, ValueError) as error:
         raise not_taken(text, values, str(error)) from error
     if array is None:

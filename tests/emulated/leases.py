@@ -9,10 +9,11 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
-from kvcore.device.cuda.streams import CudaEvent
+from kvcore.device.cuda.streams import CudaEvent, CudaStream
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.importer import from_capsule
 from kvcore.dlpack.structs import CPU, CUDA, CUDA_HOST
+from kvcore.errors import DriverError
 from tests.emulated import driver
 from tests.helpers import opened, typed_manager
 
@@ -22,6 +23,11 @@ pytestmark = pytest.mark.usefixtures("held")
 @pytest.fixture(autouse=True)
 def few_and_small_pages(monkeypatch):
     monkeypatch.setattr(CudaDevice, "grain", lambda self, quota: 4096)
+
+
+def planted(*_):
+    """In place of a call of the driver."""
+    raise DriverError("cuStreamWaitEvent", 1, "planted")
 
 
 def opened_manager(rig, dtype="float32"):
@@ -107,6 +113,21 @@ def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
         second.acquire(2)
         assert orders == [(2, 1), (2, 1)]  # the sequence's, and the first consumer's
     first.close(), second.close()
+    end(manager, kv)
+
+
+def test_errors_of_a_lease_are_told_where_an_array_is_taken(rig, monkeypatch):
+    manager, kv = opened_manager(rig)
+    lease, other = manager.lease(0, "key"), rig.device.create_stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaStream, "wait", planted)
+        for stream in (None, other):
+            with pytest.raises(DriverError, match="planted"):
+                rig.device.as_array(lease, stream=stream)
+    lease.close()
+    for stream in (None, rig.stream):
+        with pytest.raises(k.StateError, match=r"lease 1 .* is closed"):
+            rig.device.as_array(lease, stream=stream)
     end(manager, kv)
 
 

@@ -18,7 +18,7 @@ from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
 from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
 from kvcore.dlpack.view import ArrayView, typed
-from kvcore.errors import wrong_type
+from kvcore.errors import DriverError, KVCoreError, wrong_type
 
 if TYPE_CHECKING:
     from kvcore.device.cuda.driver import Context
@@ -148,6 +148,8 @@ class ForeignArrays:
                 handle = otherwise if stream is None else stream.handle or LEGACY
                 return from_dlpack(values, handle)
             view, producer = from_interface(interface, values, self.dlpack_device)
+        except KVCoreError:  # a lease that is closed, a driver that failed
+            raise
         except (BufferError, RuntimeError, ValueError) as error:
             raise not_taken(EXPECTED, values, str(error)) from error
         if producer is not None and stream is not None:
@@ -167,6 +169,8 @@ def _shares_on(values: Any, device_id: int) -> bool | None:
 def _interface_of(values: object) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] | None = getattr(values, "__cuda_array_interface__", None)
+    except DriverError:
+        raise
     except (AttributeError, RuntimeError, TypeError):  # torch: not for every dtype, not on the CPU
         return None
     return found
