@@ -114,6 +114,27 @@ def test_a_compiled_beam_step_moves_rows_and_tails(backend):
     engine.close()
 
 
+def test_pools_that_were_closed_and_groups_that_are_not_there():
+    engine = Engine()
+    step, pools = engine.step, engine.pools
+    step.prepare(engine.kvs, 1, start=0)
+    for group in (-1, 1):
+        with pytest.raises(ValueError, match="layer_group: expected a number below 1"):
+            step.page_table(group)
+    values = torch.zeros(step.num_tokens, H, D)
+    engine.close()
+    for call in (
+        lambda: step.append(0, {"key": values, "value": values}),
+        lambda: step.gather(0),
+        lambda: step.page_table(),
+        lambda: step.prepare([]),
+        lambda: pools.pages(0, "key"),
+        lambda: pools.copy_pages(0, values, values),
+    ):
+        with pytest.raises(k.StateError, match="these pools were closed"):
+            call()
+
+
 def test_a_stream_of_handle_0_is_not_no_stream():
     engine = Engine()
     with pytest.raises(ValueError, match=r"^stream: expected"):

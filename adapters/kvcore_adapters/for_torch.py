@@ -106,7 +106,7 @@ class TorchBatch:
         `num_blocks` defaults to the longest sequence's, at the time of `prepare`.
         """
         blocks = self.num_blocks if num_blocks is None else num_blocks
-        table = self.pools.tables[layer_group]
+        table = self.pools.table(layer_group)
         return page_table(table, self._number, layer_group, self.num_rows, blocks)
 
     def step_beams(self, parents: Any) -> None:
@@ -118,7 +118,7 @@ class TorchBatch:
         self.batch.finish(parents, stream=self._stream())
 
     def _stream(self) -> Any:
-        return _stream(self.pools.tables[0])
+        return _stream(self.pools.table(0))
 
 
 # -- operators -------------------------------------------------------------------------------------

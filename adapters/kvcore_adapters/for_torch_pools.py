@@ -169,12 +169,25 @@ class TorchPools:
             slots = self._slots(key, slot_bytes[key])
             slots[targets] = slots[sources]
 
+    def table(self, layer_group: int) -> Any:
+        """One of `tables`, checked."""
+        self._refuse_closed()
+        if not 0 <= layer_group < len(self.tables):
+            raise wrong("layer_group", f"a number below {len(self.tables)}", layer_group)
+        return self.tables[layer_group]
+
+    def _refuse_closed(self) -> None:
+        if not self.tables:  # there is one for each layer group
+            raise k.StateError("these pools were closed; make new ones")
+
     def _slots(self, key: tuple[int, int], slot_bytes: int) -> Any:
         """A pool as uint8 `[slots, bytes]`."""
+        self._refuse_closed()
         return self.tensors[key].view(torch.uint8).view(-1, slot_bytes)
 
     def of(self, layers: Iterable[int], roles: Iterable[str]) -> list[Any]:
         """The pools that hold these buffers, each once."""
+        self._refuse_closed()
         keys = [self._of(layer, role).key for layer in layers for role in roles]
         return [self.tensors[key] for key in dict.fromkeys(keys)]
 
