@@ -209,8 +209,10 @@ class LeaseBook:
         if lasting is not stream or not runtime.streams.alone(stream):
             self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
-        if runtime.tables is not None:
-            runtime.tables.order_behind_last(stream)
+        tables = runtime.tables
+        if tables is not None and not tables.is_last(stream):
+            self._refuse_capture([stream])
+            tables.order_behind_last(stream)
         if named or lasting not in entry.streams:
             entry.streams[lasting] = named
 

@@ -336,6 +336,20 @@ def test_a_lease_of_the_only_stream_is_not_closed_while_that_is_captured(monkeyp
     assert not s.m._runtime.leases
 
 
+def test_a_table_that_was_sent_elsewhere_is_not_waited_for_in_a_captured_graph(monkeypatch):
+    """Although all pages are back home, with the stream that is captured."""
+    s = Scene(4)
+    s.step.prepare([s.a], stream=s.s2)
+    s.step.finish()
+    before = len(s.s1.queue)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            s.m.lease(0, "key", stream=s.s1)
+    assert len(s.s1.queue) == before
+    assert not s.m._runtime.leases
+
+
 @pytest.mark.parametrize("viewed", [False, True])
 def test_an_error_in_the_block_is_not_hidden_by_a_captured_graph(monkeypatch, viewed):
     """The lease ends nevertheless, and its pages are handed back when the capture is over."""

@@ -118,8 +118,12 @@ class DeviceTables:
 
     def order_behind_last(self, stream: Stream) -> None:
         """Later work of `stream` on the table comes after all earlier work on it."""
-        if self._last is not None and self._last[0] is not stream:
+        if self._last is not None and not self.is_last(stream):
             stream.wait(self._last[1])
+
+    def is_last(self, stream: Stream) -> bool:
+        """Whether nobody else used the table last."""
+        return self._last is None or self._last[0] is stream
 
     def _back_rows(self, used_rows: int, stream: Stream) -> None:
         if used_rows <= self._ready_rows:
