@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in run_suite(suite, device, options.filter, errors):
             found.append(result)
             print(".", end="", flush=True)
-        print(f"\n{table(found)}" if found else f"nothing to show for {options.filter!r}")
+        nothing = f"nothing to show for {options.filter!r}" if options.filter else "nothing here"
+        print(f"\n{table(found)}" if found else nothing)
         results += found
     if options.json:
         command = " ".join(["python -m bench", *given])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from kvcore.checks import as_float, as_int, as_optional_int, as_tuple
+from kvcore.checks import as_float, as_int, as_items, as_optional_int, as_tuple
 from kvcore.control.listener import StoredRun
 from kvcore.errors import wrong, wrong_type
 from kvcore.event_blocks import V2, BlockMaker
@@ -362,9 +362,8 @@ def _as_windows(name: str, windows: object) -> dict[int, int]:
 
 
 def _as_counts(name: str, values: object) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise wrong_type(name, "a sequence of int", values)
-    return tuple(as_int(f"{name}[{i}]", value, 0) for i, value in enumerate(values))
+    some = as_items(name, values, "an int")
+    return tuple(as_int(f"{name}[{i}]", value, 0) for i, value in enumerate(some))
 
 
 def _as_key(name: str, value: object, kinds: tuple[type, ...]) -> None:

@@ -59,11 +59,13 @@ def test_of_a_manager(m, words, call):
 
 
 def test_of_functions_beside_the_manager(m):
+    events = k.KVCacheEventManager(8)
     device, arrays, parents = m.device, [np.zeros((2, 1, 3))], np.array([1, 0], np.int32)
     calls = [
         ("width: expected an int", lambda: k.permute_dense(device, arrays, parents, width="2")),
         ("arrays: expected a seq", lambda: k.permute_dense(device, 5, parents, width=2)),
         ("reservations: expected a sequence", lambda: k.reserve_all(POINT)),
+        ("num_blocks_per_.*: expected a seq", lambda: events.add_created_event(POINT)),
     ]
     for words, call in calls:
         with pytest.raises(TypeError, match=words):
