@@ -315,7 +315,7 @@ class Batch(BeamBatch, Formats):
             shape = (self.num_rows, num_blocks)
             if out is None:
                 out = runtime.device.empty(shape, np.int32, stream=on)
-            target = runtime.device.as_array(out, stream=on, writable=True)
+            target = runtime.device.as_array(out, stream=on, writable=True, name="out")
             if target.shape != shape or target.dtype != np.int32:
                 raise wrong("out", f"int32 {shape}", f"{target.dtype} {target.shape}")
             tables = runtime.device_tables()

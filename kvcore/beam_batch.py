@@ -90,7 +90,7 @@ class BeamBatch:
             shape = (self.num_rows, count)
             if out is None:
                 out = runtime.device.empty(shape, np.int32, stream=on)
-            target = runtime.device.as_array(out, stream=on, writable=True)
+            target = runtime.device.as_array(out, stream=on, writable=True, name="out")
             if target.shape != shape or target.dtype != np.int32:
                 raise wrong("out", f"int32 {list(shape)}", f"{target.dtype} {list(target.shape)}")
             beams.take_indirection(target, on)
@@ -124,7 +124,7 @@ class BeamBatch:
         return self._beams
 
     def _checked_parents(self, parents: Any, on: Stream) -> Array:
-        array = self._runtime.device.as_array(parents, stream=on)
+        array = self._runtime.device.as_array(parents, stream=on, name="parents")
         fits = array.ndim == 1 and array.shape[0] in (self.num_rows, self.max_rows)
         if not fits or array.dtype != np.int32:
             raise wrong("parents", f"int32 [{self.num_rows}]", f"{array.dtype} {array.shape}")

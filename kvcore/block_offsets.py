@@ -92,7 +92,7 @@ class BlockOffsets:
             blocks, rows = self._most_blocks(), self._num_listed
             if out is None:
                 out = runtime.device.empty(tables.shape(rows, blocks), np.int32, stream=on)
-            target = runtime.device.as_array(out, stream=on, writable=True)
+            target = runtime.device.as_array(out, stream=on, writable=True, name="out")
             tables.check_shape(target.shape, rows, blocks)
             listed = self._first(self._table_rows, target.shape[1])
             twin, numbers = runtime.device_tables().by_group, tables.numbers

@@ -80,11 +80,11 @@ def permute_dense(
     some, axis = as_items("arrays", arrays, "an array"), as_int("token_axis", token_axis)
     width, on = as_int("width", width), device.stream(stream)
     device.permute_rows(
-        [device.as_array(array, stream=on, writable=True) for array in some],
-        device.as_array(parents, stream=on),
+        [device.as_array(its, stream=on, writable=True, name="arrays") for its in some],
+        device.as_array(parents, stream=on, name="parents"),
         width=width,
-        starts=None if starts is None else device.as_array(starts, stream=on),
-        tokens=None if tokens is None else device.as_array(tokens, stream=on),
+        starts=None if starts is None else device.as_array(starts, stream=on, name="starts"),
+        tokens=None if tokens is None else device.as_array(tokens, stream=on, name="tokens"),
         token_axis=axis,
         stream=on,
     )

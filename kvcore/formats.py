@@ -295,7 +295,7 @@ class Formats(BlockOffsets):
             on, tokens = self._on(stream), self.num_tokens
             if out is None:
                 out = runtime.device.empty((tokens,), np.int64, stream=on)
-            target = runtime.device.as_array(out, stream=on, writable=True)
+            target = runtime.device.as_array(out, stream=on, writable=True, name="out")
             size = target.shape[0] if target.ndim == 1 else -1
             if not tokens <= size <= self.max_tokens:
                 raise wrong("out", f"[{tokens} to {self.max_tokens}]", list(target.shape))
@@ -360,7 +360,10 @@ class Formats(BlockOffsets):
             raise wrong_type("out", f"a sequence of {count} arrays", out)
         given = list(out[:count])
         device = self._runtime.device
-        arrays = [device.as_array(array, stream=on, writable=True) for array in given]
+        arrays = [
+            device.as_array(array, stream=on, writable=True, name=f"out[{i}]")
+            for i, array in enumerate(given)
+        ]
         shape, low, high = arrays[2].shape, self.num_rows, self.max_rows
         if len(shape) != 1 or not low <= shape[0] <= high:
             raise wrong("out[2]", f"[{low} to {high}], an entry for each row", list(shape))

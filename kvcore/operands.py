@@ -31,7 +31,10 @@ def as_operand(
     one = not isinstance(layers, Sequence)
     first = layers[0] if isinstance(layers, Sequence) else layers
     declared = runtime.layout.place(first, role).buffer.dtype
-    array = runtime.device.as_array(values, stream=stream, dtype=declared, writable=writable)
+    name = f"out: {role!r}" if writable else f"buffers[{role!r}]"
+    array = runtime.device.as_array(
+        values, stream=stream, dtype=declared, writable=writable, name=name
+    )
     geometry, given = stack.geometry, array.shape
     tokens = array.shape[0 if one else 1] if array.ndim > (not one) else -1
     if array.ndim == (2 if one else 3) and geometry.heads == 1:
@@ -43,13 +46,14 @@ def as_operand(
         shape = f"[{stack.num_layers}, {sizes[0]}, {geometry.heads}, {geometry.dim}]"
         if one:
             shape = f"[{sizes[0]}, {geometry.heads}, {geometry.dim}]"
-        raise wrong(f"buffers[{role!r}]", f"shape {shape}", list(given))
+        raise wrong(name, f"shape {shape}", list(given))
     if array.dtype.itemsize != geometry.itemsize:
-        raise wrong_type(f"buffers[{role!r}]", f"items of {geometry.itemsize} bytes", array.dtype)
+        text = f"items of {geometry.itemsize} bytes ({declared})"
+        raise wrong_type(name, text, array.dtype)
     steps = zip(array.shape, array.strides, strict=True)
     if writable and any(size > 1 and not step for size, step in steps):
         text = "elements with a place each"
-        raise wrong(f"out: {role!r}", text, array.strides, "a repeated axis keeps the last one")
+        raise wrong(name, text, array.strides, "a repeated axis keeps the last one")
     return array
 
 

@@ -368,6 +368,7 @@ class Runtime:
                 f"start[{i}] + num_tokens[{i}]",
                 f"at most the capacity of {seqs.capacity[sequences[i]]} tokens",
                 int((starts + counts)[i]),
+                "resize() or advance() first",
             )
         return starts, counts
 

@@ -257,7 +257,7 @@ def test_wrong_reservations_change_nothing():
     bound = opened(cross, 1)[0]
     bound.set_base_page_index_buf(0, 0, np.zeros(2, np.int32))
     cases = [
-        (7, TypeError, "reservations: expected an iterable"),
+        (7, TypeError, "reservations: expected a sequence"),
         ([(kv, 9), bound], TypeError, r"reservations\[1\]: expected a pair"),
         ([(kv, 9), (3, 4)], TypeError, r"reservations\[1\]\[0\]: expected a KVCache"),
         ([(kv, 9), (bound, 2.5)], TypeError, r"reservations\[1\]\[1\]: expected an int"),

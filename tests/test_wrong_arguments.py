@@ -111,7 +111,14 @@ BATCH = [
     ("num_pages: ", lambda b: b.ragged_pages(0, ["key"], layout="NHD", num_pages=2**63)),
     (r"rows: expected a value in \[1, 4\]", lambda b: b.host_indptr(rows=5)),
     ("page_tokens: expected a value in", lambda b: b.host_indptr(2**31)),
-    ("array", lambda b: b.cache_indirection(out=5)),
+    ("out: expected a NumPy array", lambda b: b.cache_indirection(out=5)),
+    (r"out\[2\]: expected a NumPy", lambda b: b.csr_pages(0, layout="NHD", out=[PAIR, PAIR, 5])),
+    (r"buffers\['key'\]: expected a NumPy", lambda b: b.append(0, {"key": [[0.0]]})),
+    (r"buffers\['key'\]: .*4 bytes \(float32\)", lambda b: b.append(0, {"key": b.wide})),
+    ("out: 'key': expected a NumPy", lambda b: b.gather(0, ["key"], out=[3])),
+    ("out: 'key': expected a writable", lambda b: b.gather(0, ["key"], out=[b.fixed])),
+    ("parents: expected a NumPy", lambda b: b.step_beams([0])),
+    ("resize.. or advance.. first", lambda b: b.prepare(b.caches, 5)),
     (r"out: expected int32 \[1, 4\], got 'int64", lambda b: b.cache_indirection(out=b.large)),
     ("num_positions: expected a value", lambda b: b.cache_indirection(2**63)),
 ]
@@ -121,7 +128,9 @@ BATCH = [
 def test_of_a_batch(m, words, call):
     batch, caches = m.create_batch(4, 4), opened(m, 4)
     batch.prepare(caches, 1)
-    batch.large = np.zeros((1, 4), np.int64)
+    batch.caches, batch.large = caches, np.zeros((1, 4), np.int64)
+    batch.wide = np.zeros((1, 2, 8))
+    batch.fixed = np.broadcast_to(np.float32(0), (1, 2, 8))
     with pytest.raises((TypeError, ValueError), match=words):
         call(batch)
     check(m)

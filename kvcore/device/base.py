@@ -114,6 +114,7 @@ class Device(BeamOperations, PathOperations, FormatOperations):
         stream: Stream | None = None,
         dtype: str | None = None,
         writable: bool = False,
+        name: str = "values",
     ) -> Array:
         """A view of a foreign array on this device, without a copy, whatever its strides.
 
@@ -124,7 +125,7 @@ class Device(BeamOperations, PathOperations, FormatOperations):
         producer has enqueued on the array, unless `stream` is being captured; without, and for the
         device's own arrays, the caller sees to that. Raises `TypeError` for anything else, for
         another device's memory, for another type than `dtype`, and where `writable` is asked of a
-        read-only array.
+        read-only array; `name` is the caller's own for `values`.
         """
 
     @abstractmethod

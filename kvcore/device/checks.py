@@ -104,13 +104,13 @@ def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.copy()
 
 
-def check_foreign(name: str, dtype: str | None, may_write: bool) -> None:
+def check_foreign(name: str, kind: str, dtype: str | None, may_write: bool) -> None:
     """Checks what came to `as_array`: the type, where NumPy lacks it, and the right to write."""
-    if dtype is not None and name in UNKNOWN_TO_NUMPY and name != dtype:
+    if dtype is not None and kind in UNKNOWN_TO_NUMPY and kind != dtype:
         text = f"{dtype}, as declared, or its bits as unsigned integers"
-        raise TypeError(f"values: expected {text}, got {name}; cast them first")
+        raise TypeError(f"{name}: expected {text}, got {kind}; cast them first")
     if not may_write:
-        raise TypeError("values: expected a writable array, got a read-only one")
+        raise TypeError(f"{name}: expected a writable array, got a read-only one")
 
 
 def check_copy(source: Any, target: Any, kind: type[Any]) -> None:
@@ -376,9 +376,9 @@ def check_geometry(geometry: PageGeometry) -> None:
         raise wrong("geometry", f"tokens that end within page_bytes={g.page_bytes}", g)
 
 
-def not_taken(expected: str, values: object, remedy: str = "") -> TypeError:
+def not_taken(name: str, expected: str, values: object, remedy: str = "") -> TypeError:
     """The error for what `as_array` cannot take."""
-    return TypeError(str(wrong("values", expected, described(values), remedy)))
+    return TypeError(str(wrong(name, expected, described(values), remedy)))
 
 
 class _Described:

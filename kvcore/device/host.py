@@ -145,10 +145,11 @@ class HostDevice(HostBeams, HostPaths, HostFormats, Device):
         stream: Stream | None = None,
         dtype: str | None = None,
         writable: bool = False,
+        name: str = "values",
     ) -> Array:
         plain = type(values) is np.ndarray and values.dtype.isnative
-        array, name = (values, values.dtype.name) if plain else _taken(values)
-        check_foreign(name, dtype, array.flags.writeable or not writable)
+        array, kind = (values, values.dtype.name) if plain else _taken(values, name)
+        check_foreign(name, kind, dtype, array.flags.writeable or not writable)
         return array
 
     def view(self, view: ArrayView) -> Array:
@@ -337,7 +338,7 @@ class MetaDevice(HostDevice):
         raise no_memory()
 
 
-def _taken(values: Any) -> tuple[NDArray[Any], str]:
+def _taken(values: Any, name: str) -> tuple[NDArray[Any], str]:
     """A view of a foreign array in host memory, and the name of its type."""
     text = "a NumPy array, or one with DLPack, an array interface or a buffer, in host memory"
     array = None
@@ -354,11 +355,11 @@ def _taken(values: Any) -> tuple[NDArray[Any], str]:
     except KVCoreError:  # a lease that is closed
         raise
     except (BufferError, RuntimeError, ValueError) as error:
-        raise not_taken(text, values, str(error)) from error
+        raise not_taken(name, text, values, str(error)) from error
     if array is None:
-        raise not_taken(text, values)
+        raise not_taken(name, text, values)
     if not array.dtype.isnative:
-        raise not_taken(text, values, f"{array.dtype.str} is not this machine's byte order")
+        raise not_taken(name, text, values, f"{array.dtype.str} is not this machine's byte order")
     return array, array.dtype.name
 
 

@@ -60,16 +60,18 @@ class ForeignArrays:
         stream: Stream | None = None,
         dtype: str | None = None,
         writable: bool = False,
+        name: str = "values",
     ) -> Array:
         """See `kvcore.device.base.Device`."""
         if isinstance(values, cupy.ndarray):
             if values.data.device_id != self.index and values.size:
-                raise _elsewhere(values, self.index)
+                raise _elsewhere(name, values, self.index)
             return values
         on = None if stream is None else as_own(stream)
         capturing = on is not None and on.is_capturing()
-        taken = self._taken(values, None if capturing else on, NO_ORDER if capturing else None)
-        check_foreign(taken.dtype, dtype, not (writable and taken.readonly))
+        after = (None, NO_ORDER) if capturing else (on, None)
+        taken = self._taken(name, values, *after)
+        check_foreign(name, taken.dtype, dtype, not (writable and taken.readonly))
         return self.view(taken)
 
     def view(self, view: ArrayView) -> Array:
@@ -129,6 +131,7 @@ class ForeignArrays:
 
     def _taken(
         self,
+        name: str,
         values: object,
         stream: CudaStream | None,
         otherwise: int | None,
@@ -142,7 +145,7 @@ class ForeignArrays:
         if shares is not None and not (shares and stream is not None):
             interface = _interface_of(values)
         if not shares and interface is None:
-            raise _elsewhere(values, self.index)
+            raise _elsewhere(name, values, self.index)
         try:
             if interface is None:
                 handle = otherwise if stream is None else stream.handle or LEGACY
@@ -151,7 +154,7 @@ class ForeignArrays:
         except KVCoreError:  # a lease that is closed, a driver that failed
             raise
         except (BufferError, RuntimeError, ValueError) as error:
-            raise not_taken(EXPECTED, values, str(error)) from error
+            raise not_taken(name, EXPECTED, values, str(error)) from error
         if producer is not None and stream is not None:
             stream.wait(self.stream(producer).record())
         return view
@@ -176,6 +179,6 @@ def _interface_of(values: object) -> dict[str, Any] | None:
     return found
 
 
-def _elsewhere(values: object, device_id: int) -> TypeError:
+def _elsewhere(name: str, values: object, device_id: int) -> TypeError:
     remedy = f"move it to cuda:{device_id}"
-    return wrong_type("values", EXPECTED, type(values).__name__, remedy)
+    return wrong_type(name, EXPECTED, type(values).__name__, remedy)
