@@ -209,11 +209,11 @@ class Batch(BeamBatch, Formats):
         layers : int or sequence of int
             One layer, or several stacked ones of the same layer group.
         buffers : mapping of role to array
-            `[N, H, D]` for one layer, `[L, N, H, D]` for several, on this device; any strides,
-            items of the declared size. N is `num_tokens`, or `max_tokens` under a graph. `[N, D]`
-            where the declared shape is `(D,)`. Of other libraries by DLPack, array interface or
-            buffer: bfloat16, float8 and float4 must be the declared type, and `stream` waits for
-            what their producer has enqueued, except under capture.
+            `[N, H, D]` for one layer, `[L, N, H, D]` for several, on this device; any strides. N is
+            `num_tokens`, or `max_tokens` under a graph. `[N, D]` where the declared shape is
+            `(D,)`. The type is the declared one, or unsigned integers for its bits. Arrays of other
+            libraries come by DLPack, array interface or buffer, and `stream` waits for what their
+            producer has enqueued, except under capture.
         stream : optional
             Default: `prepare`'s.
 

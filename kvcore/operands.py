@@ -47,14 +47,21 @@ def as_operand(
         if one:
             shape = f"[{sizes[0]}, {geometry.heads}, {geometry.dim}]"
         raise wrong(name, f"shape {shape}", list(given))
-    if array.dtype.itemsize != geometry.itemsize:
-        text = f"items of {geometry.itemsize} bytes ({declared})"
-        raise wrong_type(name, text, array.dtype)
+    _check_type(name, array, geometry.itemsize, str(declared))
     steps = zip(array.shape, array.strides, strict=True)
     if writable and any(size > 1 and not step for size, step in steps):
         text = "elements with a place each"
         raise wrong(name, text, array.strides, "a repeated axis keeps the last one")
     return array
+
+
+def _check_type(name: str, array: Array, itemsize: int, declared: str) -> None:
+    """Raises `TypeError` for what is neither of the declared type nor its bits."""
+    if array.dtype.itemsize != itemsize:
+        raise wrong_type(name, f"items of {itemsize} bytes ({declared})", array.dtype)
+    if array.dtype.kind != "u" and array.dtype.name not in (declared, array_type(declared).name):
+        text = f"{declared}, as declared, or its bits as unsigned integers"
+        raise wrong_type(name, text, array.dtype, "cast them first")
 
 
 def new_operand(

@@ -124,6 +124,24 @@ BATCH = [
 ]
 
 
+@pytest.mark.parametrize("declared", ["bfloat16", "float32", "int16"])
+def test_values_of_another_type_are_not_taken_for_bits(declared):
+    """Of the same size, they would be read as something else."""
+    m = typed_manager(dtype=declared)
+    batch, (kv,) = m.create_batch(4, 4), opened(m, 4)
+    batch.prepare([kv], 4, start=[0])
+    size = k.config.itemsize_bits(declared) // 8
+    other = np.zeros((4, 2, 8), f"i{size}" if declared == "float32" else f"f{size}")
+    words = f"{declared}, as declared, or its bits"
+    with pytest.raises(TypeError, match=r"buffers\['key'\]: expected " + words):
+        batch.append(0, {"key": other})
+    with pytest.raises(TypeError, match="out: 'key': expected " + words):
+        batch.gather(0, ["key"], out=[other])
+    batch.append(0, {"key": np.full((4, 2, 8), 7, f"u{size}")})
+    batch.gather(0, ["key"], out=[out := np.zeros((4, 2, 8), f"u{size}")])
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize(("words", "call"), BATCH, ids=range(len(BATCH)))
 def test_of_a_batch(m, words, call):
     batch, caches = m.create_batch(4, 4), opened(m, 4)
