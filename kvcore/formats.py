@@ -364,6 +364,10 @@ class Formats(BlockOffsets):
             device.as_array(array, stream=on, writable=True, name=f"out[{i}]")
             for i, array in enumerate(given)
         ]
+        for i, array in enumerate(arrays):
+            if array.dtype != np.int32 or not array.flags.c_contiguous:
+                got = f"{array.dtype} {list(array.shape)} with strides {array.strides}"
+                raise wrong(f"out[{i}]", "a C-contiguous array of dtype int32", got)
         shape, low, high = arrays[2].shape, self.num_rows, self.max_rows
         if len(shape) != 1 or not low <= shape[0] <= high:
             raise wrong("out[2]", f"[{low} to {high}], an entry for each row", list(shape))

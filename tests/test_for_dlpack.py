@@ -97,6 +97,15 @@ def test_bits_of_what_kvcore_made_are_unsigned_integers(dtype, bits):
     assert (taken.dtype, taken.ctypes.data) == (made.dtype, made.ctypes.data)
 
 
+def test_what_is_no_lease_is_named():
+    calls = [for_numpy.array, lambda its: for_dlpack.share(its, np.from_dlpack)]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"lease: expected a Lease, .*KVCacheManager\.lease"):
+            call(None)
+    with pytest.raises(TypeError, match=r"device: expected an open Device.*manager\.device"):
+        for_dlpack.produced("host", np.zeros(1))
+
+
 def test_adapters_import_no_framework_but_their_own():
     import subprocess
     import sys

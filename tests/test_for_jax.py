@@ -285,3 +285,10 @@ def test_arrays_of_jax_are_appended():
     step.append([0, 1], {"key": new, "value": new})
     found, _ = step.gather([0, 1])
     np.testing.assert_array_equal(found, np.asarray(new).view(np.uint16))
+
+
+def test_what_is_no_lease_or_manager_is_named():
+    with pytest.raises(TypeError, match="lease: expected a Lease"):
+        array(None)
+    with pytest.raises(TypeError, match="manager: expected a KVCacheManager"):
+        JaxPools(None)

@@ -129,3 +129,10 @@ def test_closing_pools_again_after_the_driver_failed(monkeypatch):
     assert told.tb is not None
     pools.close()
     m.shutdown()
+
+
+def test_what_is_no_lease_or_manager_is_named():
+    with pytest.raises(TypeError, match="lease: expected a Lease"):
+        tensor(None)
+    with pytest.raises(TypeError, match="manager: expected a KVCacheManager"):
+        TorchPools(None)

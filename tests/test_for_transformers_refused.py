@@ -187,6 +187,13 @@ def test_a_cache_that_could_not_be_made_keeps_no_memory(wrong, monkeypatch):
             manager.create_kv_cache()
 
 
+def test_a_model_is_no_configuration():
+    for given in (torch.nn.Linear(1, 1), None):
+        for make in (module.cache_for, KVCoreCache, KVCoreEncoderDecoderCache):
+            with pytest.raises(TypeError, match=r"config: expected .*; pass model\.config"):
+                make(given)
+
+
 def test_a_configuration_of_the_other_kind():
     with pytest.raises(ValueError, match="config: expected an encoder-decoder's"):
         KVCoreEncoderDecoderCache(configs()["llama"])

@@ -113,6 +113,11 @@ BATCH = [
     ("page_tokens: expected a value in", lambda b: b.host_indptr(2**31)),
     ("out: expected a NumPy array", lambda b: b.cache_indirection(out=5)),
     (r"out\[2\]: expected a NumPy", lambda b: b.csr_pages(0, layout="NHD", out=[PAIR, PAIR, 5])),
+    (r"out\[0\]: .*C-contiguous", lambda b: b.csr_pages(0, layout="NHD", out=[b.large[0]] * 3)),
+    (
+        r"out\[3\]: .*C-contiguous",
+        lambda b: b.ragged_pages(0, ["key"], layout="NHD", out=[PAIR] * 3 + [b.spread]),
+    ),
     (r"buffers\['key'\]: expected a NumPy", lambda b: b.append(0, {"key": [[0.0]]})),
     (r"buffers\['key'\]: .*4 bytes \(float32\)", lambda b: b.append(0, {"key": b.wide})),
     ("out: 'key': expected a NumPy", lambda b: b.gather(0, ["key"], out=[3])),
@@ -147,6 +152,7 @@ def test_of_a_batch(m, words, call):
     batch, caches = m.create_batch(4, 4), opened(m, 4)
     batch.prepare(caches, 1)
     batch.caches, batch.large = caches, np.zeros((1, 4), np.int64)
+    batch.spread = np.zeros(4, np.int32)[::2]
     batch.wide = np.zeros((1, 2, 8))
     batch.fixed = np.broadcast_to(np.float32(0), (1, 2, 8))
     with pytest.raises((TypeError, ValueError), match=words):

@@ -20,7 +20,7 @@ import cupy
 import numpy as np
 
 from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
-from kvcore.dlpack.exporter import Exporter
+from kvcore.dlpack.exporter import Exporter, check_lease
 from kvcore.errors import wrong
 
 __all__ = ["array"]
@@ -32,6 +32,7 @@ def array(lease: Exporter, *, cast: Any = None) -> Any:
     CuPy has no read-only arrays: don't write where the lease is read-only. `cast` and the errors
     are those of `for_numpy.array`.
     """
+    check_lease(lease)
     if cast is None:
         if lease.dtype in UNKNOWN_TO_NUMPY:
             raise BufferError(f"CuPy has no {lease.dtype}; ask for a cast, such as cast='uint8'")

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvcore.device.base import Array, Device, Stream
-from kvcore.dlpack.exporter import Exporter, check_no_stream
+from kvcore.dlpack.exporter import Exporter, check_lease, check_no_stream
 from kvcore.dlpack.exports import Release
 from kvcore.dlpack.structs import HOST_KINDS
 from kvcore.dlpack.view import ArrayView
-from kvcore.errors import wrong
+from kvcore.errors import wrong, wrong_type
 
 __all__ = ["produced", "share"]
 
@@ -72,6 +72,7 @@ def share(
     """
     if stream is not None and not capsule:
         raise wrong("stream", "None without capsule=True", stream, "the library names its own")
+    check_lease(lease)
     given = lease if cast is None else lease.bits()
     found = from_dlpack(given.__dlpack__(stream=stream) if capsule else given)
     return found if cast is None else cast(found)
@@ -179,6 +180,8 @@ def produced(
     >>> produced(open_device("host"), gathered, dtype="bfloat16").dtype
     'bfloat16'
     """
+    if not isinstance(device, Device):
+        raise wrong_type("device", "an open Device", device, "manager.device is one")
     view, on = device.describe(array, dtype), device.stream(stream)
     _take_back(device)
     return Produced(device, view, on)

@@ -30,10 +30,10 @@ import jax
 import numpy as np
 
 import kvcore as k
-from kvcore.dlpack.exporter import Exporter
+from kvcore.dlpack.exporter import Exporter, check_lease
 from kvcore.dlpack.structs import CUDA, HOST_KINDS
 from kvcore.dlpack.view import ArrayView
-from kvcore.errors import wrong
+from kvcore.errors import wrong, wrong_type
 
 __all__ = ["JaxPools", "array"]
 
@@ -77,6 +77,7 @@ def array(lease: Exporter) -> Any:
     StateError
         The lease is closed.
     """
+    check_lease(lease)
     view = lease.view
     try:
         found = jax.numpy.from_dlpack(_Given(lease))
@@ -123,6 +124,8 @@ class JaxPools:
     """
 
     def __init__(self, manager: k.KVCacheManager) -> None:
+        if not isinstance(manager, k.KVCacheManager):
+            raise wrong_type("manager", "a KVCacheManager", manager)
         self._device = manager.device
         places = manager.layout.places.values()
         self.keys = tuple(dict.fromkeys((int(p.layer_group), p.pool) for p in places))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
-from kvcore.dlpack.exporter import Exporter
+from kvcore.dlpack.exporter import Exporter, check_lease
 from kvcore.errors import wrong
 
 __all__ = ["array"]
@@ -43,6 +43,7 @@ def array(lease: Exporter, *, cast: Any = None) -> NDArray[Any]:
     ValueError
         A cast of another size.
     """
+    check_lease(lease)
     if cast is None:
         if lease.dtype in UNKNOWN_TO_NUMPY:
             raise BufferError(f"NumPy has no {lease.dtype}; ask for a cast, such as cast='uint8'")

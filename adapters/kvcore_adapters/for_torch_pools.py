@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 import kvcore as k
-from kvcore.errors import wrong
+from kvcore.dlpack.exporter import check_lease
+from kvcore.errors import wrong, wrong_type
 from kvcore.page_views import block_shape
 
 LEGACY = 1
@@ -37,6 +38,7 @@ def tensor(lease: k.Lease) -> Any:
         On CUDA, torch's current stream comes after what kvcore has enqueued until now. torch has no
         read-only tensors: don't write where the lease is read-only.
     """
+    check_lease(lease)
     kind, index = lease.__dlpack_device__()
     stream = None
     if kind == torch.utils.dlpack.DLDeviceType.kDLCUDA:
@@ -98,6 +100,8 @@ class TorchPools:
     """
 
     def __init__(self, manager: k.KVCacheManager) -> None:
+        if not isinstance(manager, k.KVCacheManager):
+            raise wrong_type("manager", "a KVCacheManager", manager)
         self.manager = manager
         # Plain numbers by buffer: the compiler reads them.
         self._where = {

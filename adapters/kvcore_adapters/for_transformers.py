@@ -317,8 +317,16 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache.batch_select_indices(indices)
 
 
+def _is_encoder_decoder(config: Any) -> bool:
+    found = getattr(config, "is_encoder_decoder", None)
+    if found is None:
+        text = "the configuration of a model"
+        raise TypeError(str(wrong("config", text, type(config).__name__, "pass model.config")))
+    return bool(found)
+
+
 def _check_kind(config: Any, *, encoder_decoder: bool) -> None:
-    if bool(config.is_encoder_decoder) != encoder_decoder:
+    if _is_encoder_decoder(config) != encoder_decoder:
         kind, other = "an encoder-decoder's", "KVCoreCache"
         if not encoder_decoder:
             kind, other = "a decoder's", "KVCoreEncoderDecoderCache"
@@ -330,6 +338,6 @@ def cache_for(config: Any, **settings: Any) -> KVCoreCache | KVCoreEncoderDecode
 
     Takes the keyword arguments of the class it makes.
     """
-    if config.is_encoder_decoder:
+    if _is_encoder_decoder(config):
         return KVCoreEncoderDecoderCache(config, **settings)
     return KVCoreCache(config, **settings)

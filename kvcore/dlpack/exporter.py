@@ -226,6 +226,12 @@ class Exporter:
         return view.device[0] in HOST_KINDS and view.dtype not in UNKNOWN_TO_NUMPY
 
 
+def check_lease(lease: object) -> None:
+    """Raises `TypeError` for what does not export as a lease does."""
+    if not isinstance(lease, Exporter):
+        raise wrong_type("lease", "a Lease", lease, "KVCacheManager.lease makes one")
+
+
 def check_no_stream(stream: object) -> None:
     """The host has no streams, as far as DLPack goes."""
     if stream is not None:
