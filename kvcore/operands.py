@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.errors import wrong, wrong_type
 from kvcore.layer_config import array_type
 
@@ -56,10 +57,15 @@ def as_operand(
 
 
 def _check_type(name: str, array: Array, itemsize: int, declared: str) -> None:
-    """Raises `TypeError` for what is neither of the declared type nor its bits."""
+    """Raises `TypeError` for what is neither of the declared type nor its bits.
+
+    Bits are unsigned integers; where NumPy lacks the type, signed ones as well.
+    """
     if array.dtype.itemsize != itemsize:
         raise wrong_type(name, f"items of {itemsize} bytes ({declared})", array.dtype)
-    if array.dtype.kind != "u" and array.dtype.name not in (declared, array_type(declared).name):
+    bits = "ui" if declared in UNKNOWN_TO_NUMPY else "u"
+    known = declared, array_type(declared).name
+    if array.dtype.kind not in bits and array.dtype.name not in known:
         text = f"{declared}, as declared, or its bits as unsigned integers"
         raise wrong_type(name, text, array.dtype, "cast them first")
 

@@ -353,6 +353,7 @@ class _Steps:
 
 
 def bits(tensor: Any) -> Any:
-    """The tensor, or its bits as integers where NumPy may lack its type. Shares memory."""
+    """The tensor, or its bits as integers where NumPy lacks its type. Shares memory."""
     small = {1: torch.uint8, 2: torch.int16}.get(tensor.itemsize)
-    return tensor if small is None else tensor.view(small)
+    known = tensor.dtype in (torch.float16, torch.int8, torch.uint8, torch.int16, torch.bool)
+    return tensor if small is None or known else tensor.view(small)
