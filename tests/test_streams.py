@@ -124,6 +124,20 @@ def reading_the_table_is_no_change_to_wait_for(seed: int) -> bool:
     return table.tolist() == [row(a), row(d)]
 
 
+def the_next_step_is_another_sequences_on_another_stream(seed: int) -> bool:
+    """Both steps are described in the same memory: the second comes after who reads the first."""
+    s = Scene(seed, slots=2)
+    b = s.m.create_kv_cache()
+    assert b.resume(s.s2)
+    assert b.resize(4)
+    for kv, value in ((s.a, 1), (b, 2)):
+        s.step.prepare([kv], 4)
+        s.step.append(0, s.values(value))
+    s.device.drain()
+    pages = s.m.get_pages(0, "key")
+    return all(bool((pages[row(kv)] == value).all()) for kv, value in ((s.a, 1), (b, 2)))
+
+
 def shutdown_waits_for_streams_nobody_is_bound_to(seed: int) -> bool:
     s = Scene(seed)
     s.step.prepare([s.a], 4)
@@ -162,6 +176,7 @@ SCENES = [
     operations_of_a_step_on_changing_streams,
     a_sequence_moves_to_another_stream,
     reading_the_table_is_no_change_to_wait_for,
+    the_next_step_is_another_sequences_on_another_stream,
     shutdown_waits_for_streams_nobody_is_bound_to,
 ]
 
