@@ -16,6 +16,7 @@ import cupy
 
 from examples import decode_numpy
 from examples.decode_setup import MAX_TOKENS, PROMPTS, show
+from kvcore.device.cuda import device_count
 
 
 def decode(prompts: Sequence[bytes], max_tokens: int) -> list[bytes]:
@@ -27,6 +28,8 @@ def decode(prompts: Sequence[bytes], max_tokens: int) -> list[bytes]:
 
 def main() -> None:
     """Three prompts."""
+    if not device_count():
+        raise SystemExit("this example needs a GPU; examples.decode_numpy is the same without one")
     show(PROMPTS, decode(PROMPTS, MAX_TOKENS))
 
 

@@ -102,8 +102,8 @@ class Batch(BeamBatch, Formats):
             Distinct and active.
         num_tokens : int or array_like of int [len(kv_caches)]
             Tokens of this step per row of each cache.
-        start : array_like of int [len(kv_caches)], optional
-            Position of the first. Default: the history length.
+        start : int or array_like of int [len(kv_caches)], optional
+            Position of the first, one for all or each. Default: the history length.
         num_contexts, beam_width
             Which rows `block_offsets` gives, as for `BatchTables.offsets`. Rows other than every
             cache's own need a batch made with `max_table_rows`.

@@ -73,7 +73,7 @@ class IndexMapper:
 
         Raises `ValueError` if it has one, `CacheCapacityError` if none is left.
         """
-        if request in self._index:
+        if self._found(request) is not None:
             raise wrong("request", "a new request", request, "remove() it first")
         if not self._free:
             raise CacheCapacityError(f"all {len(self)} indices are in use; remove() a request")
@@ -87,10 +87,16 @@ class IndexMapper:
 
     def index(self, request: Hashable) -> int:
         """The index of a request. Raises `ValueError` if it has none."""
-        found = self._index.get(request)
+        found = self._found(request)
         if found is None:
             raise wrong("request", "a request that was added", request)
         return found
+
+    def _found(self, request: Hashable) -> int | None:
+        try:
+            return self._index.get(request)
+        except TypeError:
+            raise wrong_type("request", "what can be a key of a dictionary", request) from None
 
     def rows(
         self,

@@ -127,6 +127,8 @@ class EventQueue:
 
     def take(self, timeout: float | None) -> list[KVCacheEvent]:
         """All readable events; waits for the first one, at most `timeout` seconds."""
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
         with self.changed:
             self.changed.wait_for(
                 lambda: self._visible or self._closed or self.capacity <= 0, timeout

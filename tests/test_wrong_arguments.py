@@ -72,6 +72,21 @@ def test_of_functions_beside_the_manager(m):
             call()
 
 
+def test_a_request_that_is_no_key():
+    mapper = k.IndexMapper(2, 1)
+    for call in (mapper.add, mapper.index, mapper.remove, lambda one: mapper.rows([one], 0, 1)):
+        for request in ([], ([],)):
+            with pytest.raises(TypeError, match="request: expected what can be a key"):
+                call(request)
+    assert mapper.add("a") == 0
+
+
+def test_waiting_for_events_longer_than_a_lock_can():
+    events = k.KVCacheEventManager(8)
+    events.close()
+    assert events.get_latest_events(2.0**63) == []
+
+
 def test_tables_beyond_the_address_space_say_what_to_lower():
     """Before anything as large is made."""
     with pytest.raises(k.OutOfMemoryError, match="lower max_rows"):
