@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,9 +18,10 @@ SEEDS = range(80)
 class Scene:
     """One deferred device, four streams, and a cache `a` of 4 tokens on the first."""
 
-    def __init__(self, seed: int, slots: int = 1) -> None:
+    def __init__(self, seed: int, slots: int = 1, **settings: Any) -> None:
         self.device = HostDevice(deferred=True, seed=seed)
-        self.m = typed_manager(slots=slots, layers=1, heads=H, dim=D, device=self.device)
+        shape = {"layers": 1, "heads": H, "dim": D}
+        self.m = typed_manager(slots=slots, device=self.device, **shape, **settings)
         self.s1, self.s2, self.s3, self.s4 = (self.device.create_stream() for _ in range(4))
         self.a = self.m.create_kv_cache()
         assert self.a.resume(self.s1)
@@ -138,6 +141,69 @@ def the_next_step_is_another_sequences_on_another_stream(seed: int) -> bool:
     return all(bool((pages[row(kv)] == value).all()) for kv, value in ((s.a, 1), (b, 2)))
 
 
+def a_finished_steps_pages_are_their_own_streams(seed: int) -> bool:
+    """The engine goes on with them by itself, where the sequence is bound."""
+    s = Scene(seed)
+    s.step.prepare([s.a], 4, stream=s.s2)
+    s.step.append(0, s.values(1))
+    s.step.finish()
+    slots = s.a.get_base_page_indices(0)
+    s.device.fill_pages(s.m._runtime.pool_places[0], slots, 9, stream=s.s1)
+    return s.taken_over_page_is_the_new_owners()
+
+
+def searching(manager: k.KVCacheManager, stream: object) -> k.KVCache:
+    """A cache of two beams that share one block, which is computed, and have one each behind it."""
+    kv = manager.create_kv_cache(expected_prompt_length=4)
+    assert kv.resume(stream)
+    assert kv.resize(4, 4)
+    assert kv.set_beam_width(2)
+    assert kv.resize(5)
+    return kv
+
+
+BEAMS = {"max_beam_width": 2, "enable_partial_commit": False}
+
+
+def a_beam_step_is_no_change_to_wait_for_instead(seed: int) -> bool:
+    """Parents on one stream must not hide the rows of the table another stream was filling."""
+    device = HostDevice(deferred=True, seed=seed)
+    m = typed_manager(slots=512, layers=1, max_sequences=8, device=device, **BEAMS)
+    one, two = device.create_stream(), device.create_stream()
+    first, second = m.create_batch(2, 8), m.create_batch(2, 8)
+    a = searching(m, one)
+    first.prepare([a])
+    _unused = [m.create_kv_cache() for _ in range(2)]  # in the rows that are there already
+    c = m.create_kv_cache()
+    assert c.resume(two)
+    assert c.resize(4)
+    second.prepare([c])  # fills new rows on the second stream
+    m.step_beams(first, np.array([1, 0], np.int32))
+    d = m.create_kv_cache()
+    assert d.resume(one)
+    assert d.resize(4)
+    first.prepare([d])
+    return device.to_host(first.page_table(), stream=one).tolist() == [row(d)]
+
+
+def a_new_beams_page_is_still_written(seed: int) -> bool:
+    """The copy for a beam comes after the work of those who had its page before."""
+    s = Scene(seed, slots=2, **BEAMS)
+    device, m = s.device, s.m
+    s.step.prepare([s.a], 4)
+    s.step.append(0, s.values(1))
+    b = m.create_kv_cache()
+    assert b.resume(s.s2)
+    assert b.resize(4)
+    s.step.prepare([b], 4)
+    s.step.append(0, s.values(2))
+    b.close()
+    assert s.a.resize(None, 1)
+    assert s.a.set_beam_width(2)
+    device.drain()
+    return bool((m.get_pages(0, "key")[row(s.a, 1)] == 1).all())
+
+
 def shutdown_waits_for_streams_nobody_is_bound_to(seed: int) -> bool:
     s = Scene(seed)
     s.step.prepare([s.a], 4)
@@ -169,7 +235,10 @@ def a_lent_sequence_grows_into_a_page_still_read(seed: int) -> bool:
 
 
 SCENES = [
+    a_beam_step_is_no_change_to_wait_for_instead,
+    a_finished_steps_pages_are_their_own_streams,
     a_lent_sequence_grows_into_a_page_still_read,
+    a_new_beams_page_is_still_written,
     append_on_two_lent_streams,
     append_after_coming_home,
     two_batches_on_two_lent_streams,
