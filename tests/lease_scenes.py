@@ -285,6 +285,21 @@ def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
     return seen.tolist() == before and bool(s.m.page_table()[number, 0] == -1)
 
 
+def a_table_is_not_sent_by_the_same_batch_while_it_is_read(seed: int) -> bool:
+    """Its sequences are known from the step before, and grew together."""
+    s = Scene(seed)
+    before, seen, table = row(s.a), np.empty(2, np.int32), s.m.page_table()
+    number = int(s.m._runtime.control.seqs.rows[s.a._sequence, 0])
+    s.step.prepare([s.a])
+    with s.m.lease_page_table(stream=s.consumer) as lease:
+        np.from_dlpack(lease)
+        s.consumer.submit("read", np.copyto, seen, table[number, :2])
+        assert s.m.advance([s.a], 4)
+        s.step.prepare([s.a])
+    s.device.drain()
+    return seen.tolist() == [*before, -1] and table[number, :2].tolist() == row(s.a)
+
+
 def a_table_is_read_after_it_was_sent(seed: int) -> bool:
     """By a batch without members, on a stream that no sequence has anything to do with."""
     s = Scene(seed)
@@ -314,6 +329,7 @@ SCENES = [
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
+    a_table_is_not_sent_by_the_same_batch_while_it_is_read,
     a_table_is_not_sent_while_it_is_read,
     a_table_is_read_after_it_was_sent,
 ]
