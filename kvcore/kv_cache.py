@@ -118,7 +118,7 @@ class KVCache(Publishing):
         """Hides the pages: they are kept, nobody else gets them, and all page indices become -1.
 
         Rows bound by the caller are filled with -1 and let go; bind them again after `resume`.
-        Raises `StateError` unless it is active. O(blocks of all beams); enqueues nothing.
+        Raises `StateError` unless it is active. O(blocks of all beams); enqueues an event.
         """
         runtime = self._runtime
         with runtime.lock:

@@ -39,12 +39,11 @@ class Streams:
     # -- binding -----------------------------------------------------------------------------------
 
     def bind(self, sequence: int, stream: Stream) -> None:
-        """Moves a sequence to `stream`, which waits for all earlier work on its pages."""
+        """Moves a sequence without loans to `stream`, which waits for all work on its pages."""
         before = self.of(sequence)
         if before is stream:
             return
         if before is not None:
-            self.come_home(sequence)
             stream.wait(before.record())
         self._seqs.stream[sequence] = self._number_of(stream)
         self.changes += 1

@@ -198,6 +198,24 @@ def test_a_block_on_which_beams_agree_is_published_from_beam_0():
     check_all(s)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_path_moves_after_what_another_stream_writes_there(seed):
+    """Tokens are computed again where a batch has the pages on loan, and then published."""
+    s = Indirect(seed, (6,), (3,))
+    (kv,) = s.kvs
+    kv.commit(range(6))
+    for parents in ([0, 1, 2], [2, 2, 2], [1, 0, 0]):
+        s.step(parents)
+    kv.settle()
+    new = s.values(2)
+    for history in s.seen[0]:
+        history[:, 6:8] = new
+    s.batch.prepare([kv], 2, start=[6], stream=s.device.create_stream())
+    s.append(np.tile(new, (1, 3, 1, 1)))
+    kv.commit([6, 7])
+    s.right()
+
+
 def test_a_known_block_is_replaced_by_the_tree_s():
     s = Indirect(6, (4,), (2,), deferred=False)
     (kv,) = s.kvs
