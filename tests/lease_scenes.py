@@ -285,6 +285,22 @@ def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
     return seen.tolist() == before and bool(s.m.page_table()[number, 0] == -1)
 
 
+def a_second_consumer_comes_before_any_sequence(seed: int) -> bool:
+    """No stream of kvcore's stands between the two."""
+    device = HostDevice(deferred=True, seed=seed)
+    m = typed_manager(slots=2, layers=1, heads=H, dim=D, device=device)
+    first, second = device.create_stream(), device.create_stream()
+    page = m.get_pages(0, "key")[0]
+    seen = np.empty_like(page)
+    with m.lease(0, "key", stream=first) as lease:
+        first.submit("write", page.fill, 5)
+        lease.release()
+        lease.acquire(second)
+        second.submit("read", np.copyto, seen, page)
+    device.drain()
+    return bool((seen == 5).all())
+
+
 def a_table_is_not_sent_by_the_same_batch_while_it_is_read(seed: int) -> bool:
     """Its sequences are known from the step before, and grew together."""
     s = Scene(seed)
@@ -329,6 +345,7 @@ SCENES = [
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
+    a_second_consumer_comes_before_any_sequence,
     a_table_is_not_sent_by_the_same_batch_while_it_is_read,
     a_table_is_not_sent_while_it_is_read,
     a_table_is_read_after_it_was_sent,

@@ -9,7 +9,7 @@ import kvcore as k
 from kvcore.device.host import HostDevice
 from kvcore.device.simulated import Gate
 from kvcore.errors import ParentsPending
-from tests.helpers import opaque_manager, opened, typed_manager
+from tests.helpers import opaque_manager, opened, row, typed_manager
 from tests.test_batch_tables import beams_manager, mixed_batch, mixed_config, with_beams
 from tests.test_step_beams import Search
 
@@ -155,6 +155,31 @@ def test_a_table_is_written_before_its_rows_change_hands(seed):
     later.prepare([second], 4)
     np.testing.assert_array_equal(device.to_host(got, stream=side), expected)
     device.drain()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_table_is_read_before_a_row_in_it_is_cleared(seed):
+    """By a batch on another stream, which takes neither the row nor the pages."""
+    device = HostDevice(deferred=True, seed=seed)
+    m = typed_manager(slots=16, device=device)
+    step, later = m.create_batch(2, 8), m.create_batch(2, 8)
+    first, second = (opened_on(m, device.create_stream(), 12) for _ in range(2))
+    later.prepare([second], 4)
+    step.prepare([first], 4)
+    expected, main = [row(first)], first.stream
+    table = step.page_table()
+    first.close()
+    later.prepare([second], 4)
+    assert device.to_host(table, stream=main).tolist() == expected
+    device.drain()
+
+
+def opened_on(m, stream, capacity):
+    """A cache that is bound to a stream."""
+    kv = m.create_kv_cache()
+    assert kv.resume(stream)
+    assert kv.resize(capacity)
+    return kv
 
 
 def test_what_block_offsets_refuses():

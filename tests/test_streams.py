@@ -152,6 +152,22 @@ def a_finished_steps_pages_are_their_own_streams(seed: int) -> bool:
     return s.taken_over_page_is_the_new_owners()
 
 
+def pages_of_many_are_cut_off(seed: int) -> bool:
+    """Where a batch on another stream has them on loan and is still writing."""
+    s = Scene(seed, slots=2)
+    b = s.m.create_kv_cache()
+    assert b.resume(s.s1)
+    assert b.resize(4)
+    both = s.m.create_batch(2, 8)
+    both.prepare([s.a, b], 4, stream=s.s2)
+    page = np.ones((8, H, D), np.float32)
+    both.append(0, {"key": page, "value": page})
+    s.m.truncate([s.a, b], 0)
+    s.take_over()
+    s.device.drain()
+    return bool((s.m.get_pages(0, "key")[row(s.b)[0]].view(np.uint8) == 9).all())
+
+
 def searching(manager: k.KVCacheManager, stream: object) -> k.KVCache:
     """A cache of two beams that share one block, which is computed, and have one each behind it."""
     kv = manager.create_kv_cache(expected_prompt_length=4)
@@ -235,6 +251,7 @@ def a_lent_sequence_grows_into_a_page_still_read(seed: int) -> bool:
 
 
 SCENES = [
+    pages_of_many_are_cut_off,
     a_beam_step_is_no_change_to_wait_for_instead,
     a_finished_steps_pages_are_their_own_streams,
     a_lent_sequence_grows_into_a_page_still_read,
