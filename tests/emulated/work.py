@@ -78,6 +78,17 @@ def test_plans_are_made_once(rig):
     assert {plan.cut.suffix for plan in stack.stack._plans.values()} == {"_flat_16", "_2"}
 
 
+@pytest.mark.parametrize("count", [MAX_INLINE, MAX_INLINE + 1])
+def test_long_lists_are_sent_before_they_are_read(rig, orders, count):
+    """On a stream of the device's own, for which the work's stream waits."""
+    pool = rig.pool(48, 2 * count)
+    src, dst = np.arange(2 * count, dtype=np.int32).reshape(2, count)
+    orders.clear()
+    rig.device.copy_pages([(pool.memory, 48)], src, dst, stream=rig.stream)
+    sent = [(rig.stream.handle, rig.device.own_stream().handle)]
+    assert orders == (sent if count > MAX_INLINE else [])
+
+
 @pytest.mark.parametrize("count", [MAX_INLINE, MAX_INLINE + 1, 700])
 @pytest.mark.parametrize("capturing", [False, True])
 def test_many_slots(rig, count, capturing):
