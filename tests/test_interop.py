@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvcore as k
-from kvcore.lease_book import LeaseEntry
+from kvcore.lease_book import MOST_PARTS, LeaseEntry
 from tests.helpers import opened, row, typed_manager
 
 H, D = 2, 8
@@ -95,3 +95,17 @@ def test_a_lease_that_is_closed_while_it_is_taken(take, counted, monkeypatch):
     assert counted == (held is not None)
     assert lease.num_arrays == counted
     assert memory.closed != counted
+
+
+def test_what_was_leased_before_is_known_within_bounds():
+    m = typed_manager(slots=64)
+    first = m.lease(0, "key")
+    assert m.lease(0, "key")._patterns is first._patterns
+    assert m.lease(0, "value")._patterns is not first._patterns
+    for run in range(2):
+        for start in range(1, 62):
+            for stop in range(start, start + 20):
+                m.lease(0, "key", pages=range(start, min(stop, 62))).close()
+        assert len(m._runtime.leases._parts) <= MOST_PARTS, run
+    first.close()
+    m.shutdown()

@@ -235,6 +235,9 @@ def test_the_array_interface_names_a_stream_or_none(rig, orders):
         assert (interface["stream"], interface["data"]) == (1, (lease.address, False))
         assert orders == [(1, rig.stream.handle)]
     del capsule
+    lease.acquire(consumer)
+    lease.__dlpack__(stream=consumer.handle)  # the library's word takes nothing back
+    assert lease.__cuda_array_interface__["stream"] is None
     ordered = manager.lease(0, "value", stream=rig.stream, readonly=True)
     interface = ordered.__cuda_array_interface__
     assert (interface["stream"], interface["data"][1]) == (None, True)
