@@ -285,6 +285,17 @@ def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
     return seen.tolist() == before and bool(s.m.page_table()[number, 0] == -1)
 
 
+def the_stream_a_lease_was_taken_for_stays_its_own(seed: int) -> bool:
+    """Also after it was handed back once."""
+    s = Scene(seed)
+    lease = s.m.lease(0, "key", stream=s.consumer)
+    lease.release()
+    s.write(*row(s.a), 5)
+    lease.close()
+    s.seen.append(s.gather())
+    return s.saw(5)
+
+
 def a_second_consumer_comes_before_any_sequence(seed: int) -> bool:
     """No stream of kvcore's stands between the two."""
     device = HostDevice(deferred=True, seed=seed)
@@ -345,6 +356,7 @@ SCENES = [
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
+    the_stream_a_lease_was_taken_for_stays_its_own,
     a_second_consumer_comes_before_any_sequence,
     a_table_is_not_sent_by_the_same_batch_while_it_is_read,
     a_table_is_not_sent_while_it_is_read,
