@@ -147,13 +147,15 @@ def test_leases_that_one_consumer_takes_and_drops_enqueue_nothing_until_others_c
     assert not book.owed
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_nothing_is_asked_of_a_consumers_stream_after_close(dropped, monkeypatch):
+@pytest.mark.parametrize(("dropped", "taken_again"), [(False, False), (True, False), (True, True)])
+def test_nothing_is_asked_of_a_consumers_stream_after_close(dropped, taken_again, monkeypatch):
     """Which may be destroyed then."""
     s, asked = Scene(9), []
     lease = s.m.lease(0, "key", stream=s.consumer)
     if dropped:
         np.from_dlpack(lease)
+    if taken_again:
+        s.m.lease(0, "value", stream=s.consumer).close()
     lease.close(s.other)
     monkeypatch.setattr(Streams, "hand_back", lambda self, stream: asked.append(stream))
     s.m.get_storage_statistics()
