@@ -59,7 +59,6 @@ class LeasedArray(Exporter):
     def __array_interface__(self) -> dict[str, Any]:
         """NumPy's array interface, of memory of the host and types that NumPy has."""
         interface = super().__array_interface__
-        self._entry.refuse_closed()
         view = self._view
         span = (view.end - view.address,)
         window = Window(replace(view, shape=span, strides=(1,), dtype="uint8"))
