@@ -97,6 +97,17 @@ def test_a_lease_that_is_closed_while_it_is_taken(take, counted, monkeypatch):
     assert memory.closed != counted
 
 
+@pytest.mark.parametrize("stream", [-1, 0, 1, "a"])
+def test_a_lease_of_memory_of_the_host_takes_no_stream(stream):
+    m = typed_manager()
+    lease = m.lease(0, "key")
+    with pytest.raises((TypeError, ValueError), match="stream: expected None"):
+        lease.__dlpack__(stream=stream)
+    assert lease.num_arrays == 0
+    lease.close()
+    m.shutdown()
+
+
 def test_what_was_leased_before_is_known_within_bounds():
     m = typed_manager(slots=64)
     first = m.lease(0, "key")

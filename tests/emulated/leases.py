@@ -237,7 +237,9 @@ def test_the_array_interface_names_a_stream_or_none(rig, orders):
     del capsule
     lease.acquire(consumer)
     lease.__dlpack__(stream=consumer.handle)  # the library's word takes nothing back
+    orders.clear()
     assert lease.__cuda_array_interface__["stream"] is None
+    assert orders == []
     ordered = manager.lease(0, "value", stream=rig.stream, readonly=True)
     interface = ordered.__cuda_array_interface__
     assert (interface["stream"], interface["data"][1]) == (None, True)
