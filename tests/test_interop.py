@@ -108,6 +108,14 @@ def test_a_lease_of_memory_of_the_host_takes_no_stream(stream):
     m.shutdown()
 
 
+def test_nothing_is_leased_after_shutdown():
+    m = typed_manager()
+    m.shutdown()
+    for call in (lambda: m.lease(0, "key"), m.lease_page_table):
+        with pytest.raises(k.StateError, match="shut down"):
+            call()
+
+
 def test_what_was_leased_before_is_known_within_bounds():
     m = typed_manager(slots=64)
     first = m.lease(0, "key")
