@@ -126,8 +126,10 @@ def test_types_have_their_codes_where_the_consumer_knows_them(name):
     ours = Exporter(view_of(array, name if name in UNKNOWN_TO_NUMPY else None))
     for version in VERSIONS:
         if (version or (0, 8)) < since:
-            with pytest.raises(BufferError, match=rf"{name} has a code since DLPack 1.1 .*bits"):
-                ours.__dlpack__(max_version=version)
+            text = rf"{name} has a code since DLPack 1.1 .*bits"
+            for copy in (None, True):
+                with pytest.raises(BufferError, match=text):
+                    ours.__dlpack__(max_version=version, copy=copy)
             found = Found(ours.bits().__dlpack__(max_version=version))
             expected = (1, max(bits, 8), 1)
         else:
