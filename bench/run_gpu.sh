@@ -20,6 +20,7 @@ limit=${LIMIT:-1200}
 sanitized=${SANITIZED:-tests/gpu}
 shards=${SHARDS:-6}
 export PYTHONPATH=".:adapters${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export KVCORE_GPU=required # tests that find no GPU fail, instead of being skipped
 mkdir -p "$out"
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 name=$(printf '%s' "${gpu:-no-gpu}" | tr '[:upper:] ' '[:lower:]-')

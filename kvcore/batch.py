@@ -273,7 +273,8 @@ class Batch(BeamBatch, Formats):
         """
         runtime = self._runtime
         on = self._on(stream)
-        roles = as_tuple("roles", roles, str, "a role")
+        if roles.__class__ is not tuple:
+            roles = as_tuple("roles", roles, str, "a role")
         stack, group = self._stack(layers, roles)
         if out is None:
             out = [new_operand(runtime, stack, layers, role, self.num_tokens, on) for role in roles]

@@ -43,7 +43,7 @@ class LeasedArray(Exporter):
         view: ArrayView,
         patterns: dict[tuple[Any, Any], Pattern] | None = None,
     ) -> None:
-        self._view, self._patterns = view, {} if patterns is None else patterns
+        super().__init__(view, patterns)
         self._runtime, self._entry = runtime, entry
 
     def bits(self) -> LeasedArray:
@@ -106,8 +106,7 @@ class LeasedArray(Exporter):
     def _stream_of(self, stream: object) -> Stream | None:
         """The stream that DLPack names; None where it asks for no order."""
         if self._view.device[0] in HOST_KINDS:
-            if stream is not None:
-                check_no_stream(stream)
+            check_no_stream(stream)
             return None
         handle = checked_handle(stream)
         return None if handle is None else self._runtime.device.stream(handle)
@@ -137,7 +136,7 @@ class LeasedArray(Exporter):
         if asked == (CPU, 0):
             copied = view_of(device.to_host(source, stream=on), lacking)
         elif elsewhere:
-            copied = device.copied_to(asked, source, stream=on, consumer=handle)
+            copied = device.copied_to(asked, source, stream=on, consumer=handle or LEGACY)
             copied = typed(copied, lacking) if lacking else copied
         else:
             array = device.empty(source.shape, source.dtype)

@@ -228,8 +228,7 @@ class LeaseCalls:
         runtime = self._runtime
         if layer is not None and layer.__class__ is not int:
             layer = as_int("layer", layer)
-        if readonly is not False:
-            readonly = as_bool("readonly", readonly)
+        readonly = as_bool("readonly", readonly)
         with runtime.lock:
             runtime.refuse_closed()
             kinds = layer_group.__class__, pool.__class__  # 0 is False is no pool

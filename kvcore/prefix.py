@@ -73,7 +73,7 @@ class PrefixCalls:
         Takes the keys of `sequence_to_blockchain_keys` without the root's. Hashes nothing but the
         tree's own blocks, each once.
         """
-        wanted = list(keys) if isinstance(keys, list | tuple) else _checked_keys(keys)
+        wanted = as_items("keys", keys, "bytes of a block")
         for key in wanted:
             if not isinstance(key, bytes):
                 raise wrong_type("keys", "a sequence of bytes, one per block", key)
@@ -234,10 +234,6 @@ def refuse_while_open(runtime: Runtime, call: str) -> None:
     """Raises `StateError` if caches are open."""
     if runtime.handles:
         raise StateError(f"{call}: {len(runtime.handles)} KV cache(s) still open; close first")
-
-
-def _checked_keys(keys: object) -> list[bytes]:
-    return as_items("keys", keys, "bytes of a block")
 
 
 def end_pins(runtime: Runtime) -> None:

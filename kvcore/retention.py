@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from kvcore.checks import as_int, as_optional_int
+from kvcore.checks import as_int, as_optional_int, as_tuple
 from kvcore.errors import wrong, wrong_type
 
 DEFAULT_PRIORITY: Final = 35
@@ -51,11 +50,7 @@ def as_retention(retention: object) -> tuple[Retention, ...]:
         return ()
     if isinstance(retention, Retention):
         return (retention,)
-    if isinstance(retention, Iterable) and getattr(retention, "ndim", 1) != 0:
-        entries = tuple(retention)
-        if all(isinstance(entry, Retention) for entry in entries):
-            return entries
-    raise wrong_type("retention", "a Retention or a sequence of them", retention)
+    return as_tuple("retention", retention, Retention, "a Retention")
 
 
 def as_time(name: str, value: object) -> float:

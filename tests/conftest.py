@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with others
 GPU_TESTS = Path(__file__).parent / "gpu"
+# `KVCORE_GPU=required`: where no GPU can be used, its tests fail instead of being skipped.
+REQUIRED = os.environ.get("KVCORE_GPU") == "required"
 
 # Fixed seeds: a red run is red again. `HYPOTHESIS_PROFILE=explore` looks for new examples instead.
 # Without the phase that explains a failure line by line: it takes minutes on a state machine.
@@ -49,7 +51,7 @@ class NeedsGpu(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path, parent):
     """Keeps files under `tests/gpu`, which import CuPy, from failing where it isn't installed."""
-    if module_path.is_relative_to(GPU_TESTS) and find_spec("cupy") is None:
+    if module_path.is_relative_to(GPU_TESTS) and find_spec("cupy") is None and not REQUIRED:
         return NeedsGpu.from_parent(parent, path=module_path)
     return None
 
@@ -59,7 +61,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
-        if item.get_closest_marker("gpu") and not has_gpu():
+        if item.get_closest_marker("gpu") and not (REQUIRED or has_gpu()):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

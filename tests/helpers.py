@@ -63,6 +63,19 @@ def typed_manager(
     return k.KVCacheManager(config, device=device, stream=stream)
 
 
+def mixed_manager(
+    kinds: dict[str, tuple[str | None, tuple[int, ...] | None]],
+) -> k.KVCacheManager:
+    """One layer whose buffers have 128 bytes a page each, and these types and shapes."""
+    buffers = [k.BufferConfig(role=r, size=128, dtype=d, shape=s) for r, (d, s) in kinds.items()]
+    config = k.KVCacheManagerConfig(
+        tokens_per_block=4,
+        cache_tiers=[k.GpuCacheTierConfig(quota=4096)],
+        layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
+    )
+    return k.KVCacheManager(config, device="host")
+
+
 def used(manager: k.KVCacheManager) -> int:
     """Slots in use, over all pool groups."""
     return sum(group.unavailable for group in manager.get_storage_statistics(0))

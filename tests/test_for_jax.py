@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from tests.helpers import opened, row, typed_manager
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - needs jax
+from kvcore_adapters import for_jax  # noqa: E402
 from kvcore_adapters.for_jax import JaxPools, array  # noqa: E402
 
 H, D, T = 2, 8, 4
@@ -269,11 +269,10 @@ def test_an_error_inside_is_the_functions():
 @pytest.mark.parametrize(("make", "blocks"), [(jax.random.key, 1), (jnp.int4, 1), (jnp.float32, 0)])
 def test_results_that_dlpack_lacks_are_waited_for(make, blocks, monkeypatch):
     """On a GPU, where events order everything else."""
-    pools, result, blocked = JaxPools(typed_manager()), make(3), []
+    result, blocked = make(3), []
     monkeypatch.setattr(jax, "block_until_ready", blocked.append)
-    pools._wait_for(result, SimpleNamespace(handle=None))
+    for_jax._order_behind(result, None)
     assert len(blocked) == blocks
-    pools.close()
 
 
 def test_arrays_of_jax_are_appended():

@@ -9,7 +9,7 @@ import kvcore as k
 from kvcore.errors import DriverError
 from kvcore.layer_config import DTYPE_BITS
 from kvcore.lease_book import LeaseBook
-from tests.helpers import opened, row, typed_manager
+from tests.helpers import mixed_manager, opened, row, typed_manager
 
 torch = pytest.importorskip("torch")
 from kvcore_adapters.for_torch import TorchBatch, TorchPools, tensor, torch_type  # noqa: E402
@@ -60,13 +60,7 @@ def test_pages_are_tensors_of_their_type_in_place(layout, dtype):
 
 def test_pools_of_several_kinds_are_bytes_with_typed_views():
     kinds = {"key": ("float16", (2, 8)), "value": ("float8_e5m2", (2, 16)), "scales": (None, None)}
-    buffers = [k.BufferConfig(role=r, size=128, dtype=d, shape=s) for r, (d, s) in kinds.items()]
-    config = k.KVCacheManagerConfig(
-        tokens_per_block=4,
-        cache_tiers=[k.GpuCacheTierConfig(quota=4096)],
-        layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
-    )
-    m = k.KVCacheManager(config, device="host")
+    m = mixed_manager(kinds)
     with TorchPools(m) as pools:
         assert {its.dtype for its in pools.tensors.values()} == {torch.uint8}
         for role, (dtype, shape) in kinds.items():

@@ -63,6 +63,16 @@ class Failing:
         self.real(streams, stream)
 
 
+def dropping(scene: Scene, held: list[np.ndarray]) -> Callable[[], None]:
+    """What a consumer does in the end: it writes, and drops all its arrays."""
+
+    def drop() -> None:
+        scene.write(*row(scene.a), 5)
+        held.clear()
+
+    return drop
+
+
 def meanwhile(monkeypatch, then: Callable[[], None]) -> None:
     """Lets something happen, once, as pages are handed back."""
     real, left = Streams.hand_back, [then]
@@ -137,10 +147,7 @@ def test_an_array_is_dropped_while_its_lease_ends(looks):
         lease = s.m.lease(0, "key", stream=s.consumer)
         uses, held = watched(lease), []
 
-        def drop(s=s, held=held):
-            s.write(*row(s.a), 5)
-            held.clear()
-
+        drop = dropping(s, held)
         held.append(np.from_dlpack(lease))
         uses.watch(looks, drop)
         try:
@@ -160,10 +167,7 @@ def test_an_array_is_dropped_while_one_more_stream_is_handed_back(monkeypatch):
         lease = s.m.lease(0, "key", stream=s.consumer)
         held = [np.from_dlpack(lease)]
 
-        def drop(s=s, held=held):
-            s.write(*row(s.a), 5)
-            held.clear()
-
+        drop = dropping(s, held)
         with monkeypatch.context() as patch:
             meanwhile(patch, drop)
             lease.close(s.other)
@@ -179,10 +183,7 @@ def test_a_second_array_is_dropped_while_the_first_ones_end_is_handed_back(looks
         lease = s.m.lease(0, "key", stream=s.consumer)
         uses, held = watched(lease), []
 
-        def drop(s=s, held=held):
-            s.write(*row(s.a), 5)
-            held.clear()
-
+        drop = dropping(s, held)
         np.from_dlpack(lease)
         held.append(np.from_dlpack(lease))
         uses.watch(looks, drop)

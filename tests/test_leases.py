@@ -13,7 +13,7 @@ import kvcore as k
 from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.dlpack.exports import exports
 from kvcore.layer_config import DTYPE_BITS, array_type
-from tests.helpers import opaque_manager, opened, row, typed_manager
+from tests.helpers import mixed_manager, opaque_manager, opened, row, typed_manager
 
 H, D = 2, 8
 T = 4
@@ -118,13 +118,7 @@ def test_a_whole_pool_has_no_gaps_and_is_indexed_per_layer(layout, override):
 
 def test_buffers_of_several_kinds_share_a_pool_as_bytes():
     kinds = {"key": ("float16", (2, 8)), "value": ("float32", (2, 4)), "scales": (None, None)}
-    buffers = [k.BufferConfig(role=r, size=128, dtype=d, shape=s) for r, (d, s) in kinds.items()]
-    config = k.KVCacheManagerConfig(
-        tokens_per_block=4,
-        cache_tiers=[k.GpuCacheTierConfig(quota=4096)],
-        layers=[k.AttentionLayerConfig(layer_id=0, buffers=buffers)],
-    )
-    m = k.KVCacheManager(config, device="host")
+    m = mixed_manager(kinds)
     lease = m.lease(layer_group=0)
     assert (lease.dtype, lease.shape) == ("uint8", (m.pool_group_descs[0].num_slots, 384))
     assert m.lease(0, "scales").shape[1:] == (128,)

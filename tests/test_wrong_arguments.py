@@ -36,7 +36,7 @@ def test_a_prompt_length_beyond_all_tokens_makes_no_sequence(length):
 MANAGER = [
     ("expected_prompt_lengths: expected a seq", lambda m: m.create_kv_caches(5)),
     ("ids: expected a sequence", lambda m: m.create_kv_caches([1], 5)),
-    ("retention: expected a Ret", lambda m: m.create_kv_cache(retention=POINT)),
+    ("retention: expected a seq", lambda m: m.create_kv_cache(retention=POINT)),
     ("buffers: expected a sequence", lambda m: m.get_aggregated_pages(5)),
     (r"buffers\[0\]: expected \(layer id", lambda m: m.get_aggregated_pages([5])),
     ("layer_id: expected an int", lambda m: m.get_layer_group_id(PAIR)),

@@ -216,16 +216,9 @@ class JaxPools:
             jax.block_until_ready(leaves)
             return
         for leaf in leaves:
-            self._wait_for(leaf, self._stream)
+            _order_behind(leaf, self._stream.handle)
         for lease in self._leases:
             lease.release(self._stream)
-
-    def _wait_for(self, leaf: Any, stream: Any) -> None:
-        """Puts a stream behind the work that makes an array."""
-        try:
-            leaf.__dlpack__(stream=stream.handle)
-        except (AttributeError, RuntimeError):  # random keys, int4: DLPack has no such type
-            jax.block_until_ready(leaf)
 
     def close(self) -> None:
         """Ends the leases. BLOCKS until JAX has let go of what it used.
@@ -244,3 +237,11 @@ class JaxPools:
                 busy.append(error)
         if busy:
             raise busy[0]
+
+
+def _order_behind(leaf: Any, stream: int | None) -> None:
+    """Puts a stream behind the work that makes an array."""
+    try:
+        leaf.__dlpack__(stream=stream)
+    except (AttributeError, RuntimeError):  # random keys, int4: DLPack has no such type
+        jax.block_until_ready(leaf)

@@ -320,7 +320,7 @@ class KVCoreEncoderDecoderCache(EncoderDecoderCache):
 def _is_encoder_decoder(config: Any) -> bool:
     found = getattr(config, "is_encoder_decoder", None)
     if found is None:
-        text = "the configuration of a model"
+        text = "the configuration of a model"  # a model's own text is pages long
         raise TypeError(str(wrong("config", text, type(config).__name__, "pass model.config")))
     return bool(found)
 

@@ -149,11 +149,12 @@ class Device(BeamOperations, PathOperations, FormatOperations):
         """Copies between device arrays of equal shape and dtype, whatever their strides."""
 
     def copied_to(
-        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int | None
+        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int
     ) -> ArrayView:
         """A dense copy on another device, made on `stream`, which is one of this device.
 
-        The stream there whose handle is `consumer` waits for it. Raises `BufferError` where no such
+        The stream there whose handle is `consumer` waits for it, so that the copy's memory is not
+        freed before, either. Raises `BufferError` where no such
         copy can be made.
         """
         own = self.dlpack_device

@@ -105,7 +105,7 @@ class ForeignArrays:
         self._words.copy(source, target, as_own(stream))
 
     def copied_to(
-        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int | None
+        self, place: tuple[int, int], source: Array, *, stream: Stream, consumer: int
     ) -> ArrayView:
         """See `kvcore.device.base.Device`. On other GPUs only."""
         kind, index = place
@@ -114,10 +114,7 @@ class ForeignArrays:
             raise BufferError(f"memory of device {own} cannot be copied to {place} here")
         graveyard = graveyard_of(index)
         context = graveyard.context
-        waits = None
-        if consumer is not None:
-            check_device(consumer, context)
-            waits = CudaStream(consumer, context, None, deque(), graveyard)
+        check_device(consumer, context)
         dense = self.empty(source.shape, source.dtype, stream=stream)
         self.copy(source, dense, stream=stream)
         block = Block(allocate(max(source.nbytes, 1), graveyard), source.nbytes, graveyard)
@@ -125,8 +122,7 @@ class ForeignArrays:
         if source.nbytes:
             peers = block.pointer, context.handle, dense.data.ptr, self.context.handle
             self.context.call("cuMemcpyPeerAsync", *peers, source.nbytes, as_own(stream).native)
-        if waits is not None:
-            waits.wait(stream.record())
+        CudaStream(consumer, context, None, deque(), graveyard).wait(stream.record())
         return replace(self.describe(array), device=place)
 
     def _taken(
