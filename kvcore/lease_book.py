@@ -202,9 +202,8 @@ class LeaseBook:
         runtime = self._runtime
         if self.idle:
             self._part_with_idle()
-        if self.owed and (len(self.owed) > 1 or stream not in self.owed):
-            self.take_back()  # what they did comes first
-            self._refuse_capture([other for other in self.owed if other is not stream])
+        if self.owed:
+            self._put_behind_owed(stream)
         lasting = runtime.device.lasting(stream)
         if lasting is not stream or not runtime.streams.alone(stream):
             self._refuse_capture([stream])
@@ -215,6 +214,18 @@ class LeaseBook:
             tables.order_behind_last(stream)
         if named or lasting not in entry.streams:
             entry.streams[lasting] = named
+
+    def _put_behind_owed(self, stream: Stream) -> None:
+        """Later work of `stream` comes after that of consumers that are gone."""
+        for other, moment in self.owed.copy().items():
+            if other is stream:
+                continue
+            self._refuse_capturing(other)
+            if not other.is_idle():
+                self._refuse_capturing(stream)
+                stream.wait(other.record())
+            elif self.owed.get(other) is moment:  # nobody has to wait for it
+                del self.owed[other]
 
     def end(self, entry: LeaseEntry, stream: Stream | None) -> None:
         """Closes a lease whose work, on its streams and on one more, comes before all later work.
@@ -273,17 +284,20 @@ class LeaseBook:
                 entry.forget([one for one, named in streams.items() if closed or not named])
             self.idle.pop(moment, None)
 
-    def _captured(self, streams: list[Stream]) -> Stream | None:
-        """A stream that a graph is being captured from, of those that would wait or be awaited."""
-        capturing = self._runtime.device.is_capturing
-        return next((s for s in [*streams, *self._runtime.streams.working()] if capturing(s)), None)
-
     def _refuse_capture(self, streams: list[Stream]) -> None:
-        found = self._captured(streams) if streams else None
-        if found is not None:
+        """Raises `StateError` if one of `streams` or of kvcore's is captured.
+
+        Of those that would wait or be awaited: without `streams`, none.
+        """
+        if streams:
+            for stream in [*streams, *self._runtime.streams.working()]:
+                self._refuse_capturing(stream)
+
+    def _refuse_capturing(self, stream: Stream) -> None:
+        if self._runtime.device.is_capturing(stream):
             raise StateError(
-                f"a graph is being captured from {found!r}: events of other streams cannot be part "
-                "of it; take leases and hand them over and back outside of the capture"
+                f"a graph is being captured from {stream!r}: events of other streams cannot be "
+                "part of it; take leases and hand them over and back outside of the capture"
             )
 
     def refuse(self, call: str) -> None:

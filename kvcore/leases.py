@@ -11,6 +11,7 @@ from kvcore.leased import LeasedArray
 from kvcore.page_views import Leasable, buffer_view, pool_view, table_view
 
 if TYPE_CHECKING:
+    from kvcore.lease_book import LeaseEntry
     from kvcore.runtime import Runtime
 
 
@@ -58,8 +59,7 @@ class Lease(LeasedArray):
 
     __slots__ = ()
 
-    def __init__(self, runtime: Runtime, part: Leasable) -> None:
-        entry = runtime.leases.new(part.name, part.memory, part.end)
+    def __init__(self, runtime: Runtime, entry: LeaseEntry, part: Leasable) -> None:
         super().__init__(runtime, entry, part.view, part.patterns)
 
     def __del__(self) -> None:
@@ -274,12 +274,13 @@ class LeaseCalls:
     def _leased(self, part: Leasable, stream: object) -> Lease:
         runtime = self._runtime
         on = None if stream is None else runtime.device.stream(stream)
-        lease = Lease(runtime, part)
+        entry = runtime.leases.new(part.name, part.memory, part.end)
+        lease = Lease(runtime, entry, part)
         if on is not None:
             try:
-                runtime.leases.hand_over(lease._entry, on, named=True)
+                runtime.leases.hand_over(entry, on, named=True)
             except BaseException:  # whose traceback may well hold the lease
-                lease._entry.close()
+                entry.close()
                 raise
-            lease._entry.given = runtime.device.lasting(on)
+            entry.given = runtime.device.lasting(on)
         return lease

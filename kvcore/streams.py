@@ -136,17 +136,22 @@ class Streams:
 
     def hand_back(self, stream: Stream) -> None:
         """All later work on any page comes after what `stream` has enqueued so far."""
-        event = stream.record()
-        if event.done():
+        if stream.is_idle():
             return
+        event = stream.record()
         for other in self.working():
             if other is not stream:
                 other.wait(event)
-        self._behind = [pair for pair in self._behind if not pair[1].done()]
+        self._forget_passed()
         self._behind.append((stream, event))
+
+    def _forget_passed(self) -> None:
+        self._behind = [pair for pair in self._behind if not pair[1].done()]
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
+        if self._behind:
+            self._forget_passed()
         if self._behind or self._fences or self._lent:
             return False
         for other in self._known:  # noqa: SIM110 - a generator would cost more than the work

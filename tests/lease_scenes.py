@@ -270,6 +270,22 @@ def an_open_lease_is_taken_after_another_consumers_array_was_dropped(seed: int) 
     return s.saw(7)
 
 
+def a_consumer_comes_again_while_others_wait_for_its_first_work(seed: int) -> bool:
+    """Where it ended the first time says nothing about the second: neither to others nor to us."""
+    s = Scene(seed)
+    page = s.m.get_pages(0, "key")[row(s.a)[0]]  # here: each call of the manager takes back
+    for value in (5, 7):
+        first = s.m.lease(0, "key", stream=s.consumer)
+        s.consumer.submit("write", page.fill, value)
+        del first
+        second, seen = s.m.lease(0, "key", stream=s.other), np.empty_like(page)
+        s.other.submit("read", np.copyto, seen, page)
+        s.seen.append(seen)
+        del second
+    s.seen.append(s.gather())
+    return s.saw(5, 7, 7)
+
+
 def a_table_is_not_sent_while_it_is_read(seed: int) -> bool:
     """By a batch without members, which sends what others have changed."""
     s = Scene(seed)
@@ -356,6 +372,7 @@ SCENES = [
     a_page_that_was_freed_before_is_not_overwritten_either,
     a_second_consumer_sees_what_the_first_wrote,
     an_open_lease_is_taken_after_another_consumers_array_was_dropped,
+    a_consumer_comes_again_while_others_wait_for_its_first_work,
     the_stream_a_lease_was_taken_for_stays_its_own,
     a_second_consumer_comes_before_any_sequence,
     a_table_is_not_sent_by_the_same_batch_while_it_is_read,

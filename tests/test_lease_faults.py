@@ -26,7 +26,7 @@ CALLS = {
     KVCache: ("resume", "resize", "suspend", "close"),
     LeaseBook: ("hand_over",),
 }
-DRIVER = {DeferredStream: ("record", "wait"), DeferredEvent: ("done",)}
+DRIVER = {DeferredStream: ("record", "wait", "is_idle"), DeferredEvent: ("done",)}
 MOST, SEEDS = 40, range(4)
 
 

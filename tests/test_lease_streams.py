@@ -8,15 +8,16 @@ import pytest
 import kvcore as k
 from kvcore.device.fences import Fences
 from kvcore.device.host import HostDevice
-from kvcore.device.simulated import Gate
+from kvcore.device.simulated import DeferredStream, Gate, Simulator
 from kvcore.device.tables import DeviceTables
 from kvcore.lease_book import LeaseBook
 from kvcore.streams import Streams
-from tests.helpers import row
+from tests.helpers import row, typed_manager
 from tests.lease_scenes import (
     SCENES,
     SEEDS,
     Scene,
+    a_consumer_comes_again_while_others_wait_for_its_first_work,
     a_failed_close_hands_back_when_the_last_array_is_dropped,
     a_lease_is_acquired_again,
     a_lease_is_handed_over_at_the_start,
@@ -59,6 +60,7 @@ BROKEN = {
     "fences": (Fences, "wait_all", nothing),
     "new streams": (Streams, "_wait_behind", nothing),
     "take_back": (LeaseBook, "take_back", forget_all),
+    "earlier consumers": (LeaseBook, "_put_behind_owed", nothing),
     "table": (DeviceTables, "order_behind_last", nothing),
 }
 
@@ -82,7 +84,9 @@ BROKEN = {
         (a_page_is_not_overwritten_while_it_is_read, "hand_back"),
         (a_page_that_was_freed_before_is_not_overwritten_either, "new streams"),
         (a_second_consumer_sees_what_the_first_wrote, "hand_back"),
-        (an_open_lease_is_taken_after_another_consumers_array_was_dropped, "take_back"),
+        (an_open_lease_is_taken_after_another_consumers_array_was_dropped, "earlier consumers"),
+        (a_consumer_comes_again_while_others_wait_for_its_first_work, "earlier consumers"),
+        (a_consumer_comes_again_while_others_wait_for_its_first_work, "take_back"),
         (a_table_is_read_after_it_was_sent, "table"),
         (a_table_is_not_sent_while_it_is_read, "hand_back"),
         (a_table_is_not_sent_while_it_is_read, "new streams"),
@@ -126,25 +130,49 @@ def test_dropping_many_arrays_leaves_one_thing_to_do():
     assert len(book.idle) == 1
 
 
-def test_leases_that_one_consumer_takes_and_drops_enqueue_nothing_until_others_come():
+def test_leases_that_one_consumer_takes_and_drops_enqueue_nothing_until_others_come(monkeypatch):
+    monkeypatch.setattr(Simulator, "run_some", nothing)  # nothing passes when somebody looks
     s = Scene(8)
     s.append(1)
     before = len(s.consumer.queue)
     for _ in range(10):
         s.m.lease(0, "key", stream=s.consumer)
         s.m.lease_page_table(stream=s.consumer)
+    s.consumer.submit("work", nothing)
     waits_of_ours = len(s.consumer.queue) - before  # for the append: at every hand-over
     book = s.m._runtime.leases
     assert len(book.idle) == 1  # which the next consumer looks at
     assert list(book.owed) == [s.consumer]
     s.m.lease(0, "key", stream=s.other)
-    assert not book.owed
     assert len(s.consumer.queue) - before == waits_of_ours + 1  # one event for all twenty
+    assert list(book.owed) == [s.consumer]
     for _ in range(40):
         s.m.lease(0, "key", stream=s.other)
     s.m.get_storage_statistics()
     assert not book.idle
     assert not book.owed
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_consumers_that_take_turns_wait_for_what_is_not_over(monkeypatch, over):
+    """As the streams of JAX do."""
+    device, orders = HostDevice(deferred=True), []
+    m, turns = typed_manager(device=device), [device.create_stream() for _ in range(3)]
+    real = DeferredStream.wait
+    monkeypatch.setattr(Simulator, "run_some", nothing)
+    monkeypatch.setattr(
+        DeferredStream, "wait", lambda self, event: orders.append(self) or real(self, event)
+    )
+    for turn in [*turns, turns[0]]:
+        lease = m.lease(0, "key", stream=turn)
+        turn.submit("work", nothing)
+        if over:
+            device.drain()
+        del lease
+    first, second, third = turns
+    assert orders == ([] if over else [second, third, third, first, first])
+    assert set(m._runtime.leases.owed) == (set() if over else {first, second, third})
+    m.shutdown()
 
 
 @pytest.mark.parametrize(("dropped", "taken_again"), [(False, False), (True, False), (True, True)])
@@ -157,7 +185,7 @@ def test_nothing_is_asked_of_a_consumers_stream_after_close(dropped, taken_again
     if taken_again:
         s.m.lease(0, "value", stream=s.consumer).close()
     lease.close(s.other)
-    monkeypatch.setattr(Streams, "hand_back", lambda self, stream: asked.append(stream))
+    monkeypatch.setattr(Streams, "hand_back", lambda self, *both: asked.append(both))
     s.m.get_storage_statistics()
     s.m.lease(0, "key", stream=s.s1)
     assert asked == []
@@ -183,6 +211,17 @@ def test_one_stream_for_everything_enqueues_nothing(monkeypatch):
     lease.acquire(s.s1)
     monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
     lease.acquire(s.s1)  # nor has a captured graph to wait for anybody
+    assert len(s.s1.queue) == before
+
+
+def test_a_consumer_whose_work_is_over_is_waited_for_no_more():
+    s = Scene(5)
+    lease = s.m.lease(0, "key", stream=s.consumer)
+    s.write(*row(s.a), 5)
+    lease.close()
+    s.device.drain()
+    before = len(s.s1.queue)
+    s.m.lease(0, "key", stream=s.s1)
     assert len(s.s1.queue) == before
 
 

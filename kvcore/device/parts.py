@@ -45,6 +45,13 @@ class Stream(Protocol):
         """Later work of this stream starts only after `event`. Does not block the host."""
         ...
 
+    def is_idle(self) -> bool:
+        """Whether the queue is empty. Also False where only `record` could tell.
+
+        Not to be asked of a stream that a graph is being captured from.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Blocks the calling thread until the queue is empty."""
         ...

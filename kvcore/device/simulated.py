@@ -1,7 +1,7 @@
 """Streams without a GPU: work that runs at once, or in any order that the recorded events allow.
 
 In immediate mode every operation runs inside the call that enqueues it. In deferred mode it waits
-in its stream's queue until somebody synchronises or asks whether an event has passed; then the
+in its stream's queue until somebody synchronises or asks whether something is over; then the
 simulator picks one runnable stream after another at random and runs the item at its head. Only the
 order inside a stream and the events really waited for hold work back, so that a wait someone forgot
 becomes wrong data under some seeds, on a laptop. Equal seeds and equal calls give equal orders.
@@ -142,6 +142,10 @@ class SimulatedStream(ABC):
         """Holds later work until `event`, which must be of the same device, or a `Gate`."""
 
     @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether the queue is empty."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Runs until the queue is empty."""
 
@@ -168,6 +172,10 @@ class ImmediateStream(SimulatedStream):
                 f"deadlock: {self!r} runs work at once and cannot wait for a closed gate; "
                 "use a deferred device"
             )
+
+    def is_idle(self) -> bool:
+        """True."""
+        return True
 
     def synchronize(self) -> None:
         """Returns at once."""
@@ -198,6 +206,12 @@ class DeferredStream(SimulatedStream):
         blocker = self.simulator.own(event)
         if not blocker.passed:
             self.simulator.enqueue(self, Item("", blocker, nothing, ()))
+
+    def is_idle(self) -> bool:
+        """Whether the queue is empty. Some work may run before the answer, as on a device."""
+        if self.queue:
+            self.simulator.run_some()
+        return not self.queue
 
     def synchronize(self) -> None:
         """Runs work, of any stream, until this queue is empty."""

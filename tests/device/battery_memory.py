@@ -147,6 +147,12 @@ class MemoryTests(BatteryBase):
         rig.stream.synchronize()
         assert event.done()
 
+    def test_streams_are_idle_after_synchronizing(self, rig):
+        words = rig.device.empty(4, np.int32)
+        rig.device.fill_words(words, 1, stream=rig.stream)
+        rig.stream.synchronize()
+        assert rig.stream.is_idle()
+
     def test_work_of_a_stream_runs_in_order(self, rig):
         target = rig.put(np.zeros(4096, np.int32))
         for value in range(20):

@@ -273,3 +273,16 @@ def test_only_own_events_can_be_waited_for(deferred):
         stream.wait(foreign)
     with pytest.raises(TypeError, match="event: expected an event of this host device"):
         stream.wait("event")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stream_is_idle_when_its_queue_is_empty(seed):
+    simulator, gate = Simulator(deferred=True, seed=seed), Gate()
+    stream = simulator.create_stream()
+    assert stream.is_idle()
+    stream.wait(gate)
+    assert not any(stream.is_idle() for _ in range(100))
+    gate.open()
+    while not stream.is_idle():  # looking lets it go on
+        pass
+    assert Simulator(deferred=False).create_stream().is_idle()

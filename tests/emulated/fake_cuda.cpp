@@ -154,6 +154,10 @@ API cuStreamGetCtx(void* stream, Context* context) {
     return *context ? SUCCESS : INVALID_HANDLE;
 }
 API cuStreamSynchronize(void* stream) { return of_stream(stream) ? SUCCESS : INVALID_HANDLE; }
+API cuStreamQuery(void* stream) {
+    MAY_FAIL;
+    return of_stream(stream) ? SUCCESS : INVALID_HANDLE;
+}
 API cuStreamIsCapturing(void* stream, int* status) {
     MAY_FAIL;
     *status = capturing;

@@ -9,7 +9,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
-from kvcore.device.cuda.streams import CudaEvent, CudaStream
+from kvcore.device.cuda.streams import CudaStream
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.importer import from_capsule
 from kvcore.dlpack.structs import CPU, CUDA, CUDA_HOST
@@ -88,7 +88,7 @@ def test_the_consumers_stream_waits_for_kvcore(rig, orders, monkeypatch, given):
     orders.clear()
     del capsule
     with monkeypatch.context() as late:  # the fake's work is over at once
-        late.setattr(CudaEvent, "done", lambda self: False)
+        late.setattr(CudaStream, "is_idle", lambda self: False)
         manager.get_storage_statistics()
     back = 1 if given == 2 else theirs  # whoever calls has a stream 2 of its own
     assert orders == ([(ours, back)] if waits else [])
@@ -103,7 +103,7 @@ def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
     assert kv.stream.handle == 2
     first, second = manager.lease(0, "key"), manager.lease(0, "key")
     with monkeypatch.context() as late:
-        late.setattr(CudaEvent, "done", lambda self: False)
+        late.setattr(CudaStream, "is_idle", lambda self: False)
         orders.clear()
         first.acquire(2)
         assert orders == [(2, 1)]
@@ -182,7 +182,8 @@ def test_copies_go_to_another_gpu(rig, other, orders, dtype, given):
     orders.clear()
     capsule = lease.__dlpack__(stream=stream, copy=True, max_version=(1, 1), **asked)
     waits = 1 if stream in (None, -1) else stream
-    assert orders == [(1, rig.stream.handle), (waits, 1)]
+    ours = rig.stream.handle
+    assert orders == [(1, ours), (waits, 1), (ours, 1)]
     copy = from_capsule(capsule)
     assert (copy.dtype, copy.shape, copy.is_contiguous) == (dtype, mine.shape, True)
     assert copy.device == (CUDA, 1)

@@ -189,6 +189,18 @@ def test_failed_queries_are_told(device):
     assert event.done()
 
 
+def test_idle_streams(device):
+    """A default stream is several: each thread's own, and those it is ordered with."""
+    stream = device.create_stream()
+    assert stream.is_idle()
+    driver.fail("cuStreamQuery", 1, 600)  # not ready
+    assert not stream.is_idle()
+    driver.fail("cuStreamQuery", 1)
+    with pytest.raises(DriverError, match="cuStreamQuery failed with 999"):
+        stream.is_idle()
+    assert [device.stream(handle).is_idle() for handle in (0, 1, 2)] == [False] * 3
+
+
 def test_failed_launches_are_told(device):
     stream, words = device.create_stream(), device.empty(4, np.int32)
     driver.fail("cuLaunchKernel", 1)

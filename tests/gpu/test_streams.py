@@ -57,7 +57,10 @@ def test_nothing_blocks_the_host(rig):
         device.from_host(host, words, stream=on)
         end = on.record()
         assert not end.done()
+        assert not on.is_idle()
     assert end.done()
+    on.synchronize()
+    assert on.is_idle()
     assert rig.get(bad).tolist() == [0] * 8
     assert rig.get(words).tolist() == host.tolist()
 

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, Final
 
 from cuda.bindings import driver
-from cuda.bindings.driver import cuCtxGetCurrent, cuEventQuery, cuEventRecord, cuStreamIsCapturing
+from cuda.bindings.driver import cuCtxGetCurrent, cuEventRecord, cuStreamIsCapturing, cuStreamQuery
 from cuda.core import Stream as CoreStream
 
 from kvcore.device.base import Event
@@ -44,11 +44,11 @@ class CudaEvent:
 
     def done(self) -> bool:
         if not self._passed:
-            code = cuEventQuery(self._native.handle)[0]
-            if not code:
-                self._passed = True
-            elif code != NOT_READY:
-                raise failure("cuEventQuery", int(code))
+            try:
+                self._passed = self._native.is_done
+            except Exception as error:
+                again = driver.cuEventQuery(self._native.handle)
+                raise _told("cuEventQuery", again, error) from error
         return self._passed
 
     def synchronize(self) -> None:
@@ -151,6 +151,14 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self.context.call("cuStreamSynchronize", self.native)
+
+    def is_idle(self) -> bool:
+        if self._ambient:  # several streams, of which the driver may ask one
+            return False
+        code = int(cuStreamQuery(self.native)[0])
+        if code not in (0, NOT_READY):
+            raise failure("cuStreamQuery", code)
+        return not code
 
     def is_capturing(self) -> bool:
         """Whether a graph is being captured from this stream.
