@@ -94,7 +94,10 @@ class LeaseEntry:
         As the others that count, raises `StateError` once closed.
         """
         token = object()
-        self._count(token, is_array=True)
+        self._users[token] = True  # as _count does; this is asked for every array
+        if self.closed:
+            self._drop(token)
+            self.refuse_closed()
         return partial(self._drop, token)
 
     def use_while(self, window: object) -> None:
@@ -134,15 +137,15 @@ class LeaseEntry:
         closed = self.closed  # first: what is not in use after that stays so
         if self._users:
             return
-        self.wait()
+        if self.streams and not self.waits:
+            self.wait()
         if closed:
             self.memory.holds.remove(self)
 
     def wait(self) -> None:
         """Lets the manager's next call hand the pages back from all streams."""
-        if self.streams and not self.waits:
-            self.waits = True
-            self._idle[object()] = self
+        self.waits = True
+        self._idle[object()] = self
 
     def refuse_use(self, call: str) -> None:
         """Raises `LeaseInUse` where a consumer still holds an array."""
@@ -220,8 +223,8 @@ class LeaseBook:
         for other, moment in self.owed.copy().items():
             if other is stream:
                 continue
-            self._refuse_capturing(other)
             if not other.is_idle():
+                self._refuse_capturing(other)
                 self._refuse_capturing(stream)
                 stream.wait(other.record())
             elif self.owed.get(other) is moment:  # nobody has to wait for it
@@ -251,7 +254,8 @@ class LeaseBook:
         streams = [self._runtime.device.lasting(stream) for stream in streams]
         self._refuse_capture(streams)
         for stream in streams:
-            self._runtime.streams.hand_back(stream)
+            if not stream.is_idle():
+                self._runtime.streams.hand_back(stream)
             self.owed.pop(stream, None)
         if forget:
             entry.forget(streams)
@@ -263,10 +267,12 @@ class LeaseBook:
         if not self.owed or any(capturing(stream) for stream in streams.working()):
             return
         for stream, moment in self.owed.copy().items():
-            if not capturing(stream):
+            if not stream.is_idle():
+                if capturing(stream):
+                    continue
                 streams.hand_back(stream)
-                if self.owed.get(stream) is moment:
-                    del self.owed[stream]
+            if self.owed.get(stream) is moment:
+                del self.owed[stream]
 
     def _part_with_idle(self) -> None:
         """Owes the streams of idle entries, and no longer the entries themselves.
@@ -276,12 +282,13 @@ class LeaseBook:
         """
         for moment, entry in self.idle.copy().items():
             entry.waits = False  # what is dropped from here on comes again
-            ended, streams = not entry.in_use, dict(entry.streams)
+            ended, streams = not entry._users, dict(entry.streams)
             for stream in streams:
                 self.owed[stream] = moment
-            if ended:  # what was acquired is the caller's until he releases it
-                closed = entry.closed
-                entry.forget([one for one, named in streams.items() if closed or not named])
+            if ended and entry.closed:
+                entry.streams.clear()
+            elif ended:  # what was acquired is the caller's until he releases it
+                entry.forget([one for one, named in streams.items() if not named])
             self.idle.pop(moment, None)
 
     def _refuse_capture(self, streams: list[Stream]) -> None:

@@ -15,7 +15,6 @@ from kvcore.dlpack.view import ArrayView, Window, typed, view_of
 from kvcore.errors import wrong, wrong_type
 
 if TYPE_CHECKING:
-    from kvcore.device.base import Stream
     from kvcore.dlpack.patterns import Pattern
     from kvcore.lease_book import LeaseEntry
     from kvcore.runtime import Runtime
@@ -89,10 +88,14 @@ class LeasedArray(Exporter):
 
     def _hand_over(self, stream: object) -> None:
         """Of a lease that is counted as in use, or was just found open."""
-        on = self._stream_of(stream)
-        if on is not None:
-            with self._runtime.lock:
-                self._runtime.leases.hand_over(self._entry, on)
+        if self._view.device[0] in HOST_KINDS:
+            check_no_stream(stream)
+            return
+        handle, runtime = checked_handle(stream), self._runtime
+        if handle is not None:
+            on = runtime.device.stream(handle)
+            with runtime.lock:
+                runtime.leases.hand_over(self._entry, on)
 
     def _hold(self, stream: object) -> Release:
         release = self._entry.use()
@@ -102,14 +105,6 @@ class LeasedArray(Exporter):
             release()
             raise
         return release
-
-    def _stream_of(self, stream: object) -> Stream | None:
-        """The stream that DLPack names; None where it asks for no order."""
-        if self._view.device[0] in HOST_KINDS:
-            check_no_stream(stream)
-            return None
-        handle = checked_handle(stream)
-        return None if handle is None else self._runtime.device.stream(handle)
 
     def _copied(self, asked: Place, stream: object) -> ArrayView:
         """A dense copy for the consumer. BLOCKS where it goes from a GPU to the host."""
@@ -149,6 +144,8 @@ class LeasedArray(Exporter):
 
 def checked_handle(stream: object) -> int | None:
     """The handle of the stream that DLPack names on CUDA; None where it asks for no order."""
+    if type(stream) is int and stream > 0:
+        return stream
     if stream is None:
         return LEGACY
     if isinstance(stream, bool) or not isinstance(stream, int):

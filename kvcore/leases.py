@@ -11,7 +11,6 @@ from kvcore.leased import LeasedArray
 from kvcore.page_views import Leasable, buffer_view, pool_view, table_view
 
 if TYPE_CHECKING:
-    from kvcore.lease_book import LeaseEntry
     from kvcore.runtime import Runtime
 
 
@@ -58,9 +57,6 @@ class Lease(LeasedArray):
     """
 
     __slots__ = ()
-
-    def __init__(self, runtime: Runtime, entry: LeaseEntry, part: Leasable) -> None:
-        super().__init__(runtime, entry, part.view, part.patterns)
 
     def __del__(self) -> None:
         self._entry.close()
@@ -228,7 +224,8 @@ class LeaseCalls:
         runtime = self._runtime
         if layer is not None and layer.__class__ is not int:
             layer = as_int("layer", layer)
-        readonly = as_bool("readonly", readonly)
+        if readonly is not False:
+            readonly = as_bool("readonly", readonly)
         with runtime.lock:
             runtime.refuse_closed()
             kinds = layer_group.__class__, pool.__class__  # 0 is False is no pool
@@ -275,7 +272,7 @@ class LeaseCalls:
         runtime = self._runtime
         on = None if stream is None else runtime.device.stream(stream)
         entry = runtime.leases.new(part.name, part.memory, part.end)
-        lease = Lease(runtime, entry, part)
+        lease = Lease(runtime, entry, part.view, part.patterns)
         if on is not None:
             try:
                 runtime.leases.hand_over(entry, on, named=True)

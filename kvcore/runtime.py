@@ -93,7 +93,8 @@ class Runtime:
         """Raises `StateError` where no call is allowed: the whole door of those that only look."""
         if self.closed:
             raise StateError("the manager was shut down; create a new one")
-        self.refuse_reentry()
+        if self.control.reuse.calling:
+            self.refuse_reentry()
 
     def enter(self) -> None:
         """The door of every call: refuses a shut-down manager, closes what was dropped.

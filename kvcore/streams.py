@@ -136,8 +136,6 @@ class Streams:
 
     def hand_back(self, stream: Stream) -> None:
         """All later work on any page comes after what `stream` has enqueued so far."""
-        if stream.is_idle():
-            return
         event = stream.record()
         for other in self.working():
             if other is not stream:

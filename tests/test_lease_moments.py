@@ -10,6 +10,7 @@ import pytest
 import kvcore as k
 from kvcore.device.holds import Holds
 from kvcore.device.host import HostDevice
+from kvcore.device.simulated import DeferredStream
 from kvcore.dlpack.exporter import Exporter
 from kvcore.errors import DriverError
 from kvcore.runtime import Runtime
@@ -49,10 +50,16 @@ def watched(lease: k.Lease) -> Watched:
     return lease._entry._users
 
 
+def busy(stream: DeferredStream) -> bool:
+    """In place of `is_idle`: a stream with work that is not over."""
+    return False
+
+
 class Failing:
     """`Streams.hand_back`, whose driver fails in one call."""
 
     def __init__(self, monkeypatch, call: int) -> None:
+        monkeypatch.setattr(DeferredStream, "is_idle", busy)
         self.call, self.real = call, Streams.hand_back
         monkeypatch.setattr(Streams, "hand_back", lambda streams, one: self(streams, one))
 
@@ -83,6 +90,7 @@ def meanwhile(monkeypatch, then: Callable[[], None]) -> None:
         real(streams, stream)
 
     monkeypatch.setattr(Streams, "hand_back", hand_back)
+    monkeypatch.setattr(DeferredStream, "is_idle", busy)
 
 
 # -- the driver fails ------------------------------------------------------------------------------
@@ -380,6 +388,7 @@ def test_pages_of_a_captured_stream_are_handed_to_nobody(monkeypatch):
     del pages
     with monkeypatch.context() as patch:
         patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.consumer)
+        patch.setattr(DeferredStream, "is_idle", busy)  # which it never is then
         with pytest.raises(k.StateError, match=r"a graph is being captured from .*DeferredStream"):
             lease.acquire(s.other)
         assert s.other not in lease._entry.streams

@@ -46,9 +46,9 @@ class Stream(Protocol):
         ...
 
     def is_idle(self) -> bool:
-        """Whether the queue is empty. Also False where only `record` could tell.
+        """Whether the queue is empty.
 
-        Not to be asked of a stream that a graph is being captured from.
+        Also False while a graph is being captured from it, and where only an event could tell.
         """
         ...
 

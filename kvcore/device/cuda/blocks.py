@@ -45,6 +45,10 @@ class Graveyard:
         """Remembers a driver call that frees something. Any thread, any moment."""
         self._calls.append((call, args))
 
+    def give(self, size: int, pointer: int) -> None:
+        """Takes device memory that nobody is to have again."""
+        self.bury("cuMemFree", pointer)
+
     def drain(self) -> None:
         """Frees everything. BLOCKS until the device is idle if memory is among it."""
         if not self._calls:
@@ -75,10 +79,7 @@ class Block:
         self.pointer, self.size, self._home = pointer, size, home
 
     def __del__(self) -> None:
-        if isinstance(self._home, Graveyard):
-            self._home.bury("cuMemFree", self.pointer)
-        else:
-            self._home.give(self.size, self.pointer)
+        self._home.give(self.size, self.pointer)
 
 
 class BlockPool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import cupy
 import numpy as np
@@ -46,15 +45,7 @@ from kvcore.device.cuda.lists import SentLists
 from kvcore.device.cuda.memory import CudaMemory, Mapper, own_memory
 from kvcore.device.cuda.seen import Seen
 from kvcore.device.cuda.slots import SlotWork
-from kvcore.device.cuda.streams import (
-    MAX_POOLED,
-    CudaStream,
-    EventPool,
-    OwnedStream,
-    as_own,
-    check_device,
-    handle_of,
-)
+from kvcore.device.cuda.streams import CudaStream, KnownStreams, as_own
 from kvcore.device.cuda.tokens import TokenStack
 from kvcore.device.cuda.uploads import Uploads
 from kvcore.device.cuda.words import CudaStepLaunch, WordWork
@@ -103,9 +94,7 @@ class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
             raise StateError("this Python keeps NumPy arrays in a way that kvcore does not know")
         self.graveyard = graveyard_of(self.index)
         self.mappings = Seen()
-        self._events: EventPool = deque(maxlen=MAX_POOLED)
-        self._streams: WeakValueDictionary[int, CudaStream] = WeakValueDictionary()
-        self._recent: deque[CudaStream] = deque(maxlen=8)
+        self._streams = KnownStreams(self.context, self.graveyard)
         self._lock = threading.RLock()
         self._mapper = Mapper(self.context, self.graveyard)
         self._sources: dict[str, Source] = dict(SOURCES)
@@ -126,33 +115,14 @@ class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
     # -- streams -----------------------------------------------------------------------------------
 
     def stream(self, stream: object) -> Stream:
-        if isinstance(stream, CudaStream):
-            if stream.context is not self.context:
-                raise wrong("stream", f"a stream of cuda:{self.index}", stream)
-            return stream
-        known = self._streams.get(stream) if type(stream) is int else None
-        if known is not None and known in self._recent:
-            return known
-        handle = handle_of(stream)
-        owner = None if isinstance(stream, int) else stream
-        with self._lock:
-            found = self._streams.get(handle)
-            if found is None:
-                check_device(handle, self.context)
-                found = CudaStream(handle, self.context, owner, self._events, self.graveyard)
-                self._streams[handle] = found
-            elif owner is not None and not isinstance(found.owner, OwnedStream):
-                found.owner = owner  # a new stream may have got the handle of one that is gone
-            if found not in self._recent:
-                self._recent.append(found)
-            return found
+        if type(stream) is int:
+            known = self._streams.recent.get(stream)
+            if known is not None:
+                return known
+        return self._streams.find(stream)
 
     def create_stream(self) -> Stream:
-        owned = OwnedStream(self.context, self.graveyard)
-        stream = CudaStream(owned.handle, self.context, owned, self._events, self.graveyard)
-        with self._lock:
-            self._streams[owned.handle] = stream
-        return stream
+        return self._streams.create()
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -328,13 +298,9 @@ class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
     def close(self) -> None:
         with self._lock:
             self._uploads.close()
-            for stream in [*self._streams.values()]:
-                if stream.blocks is not None:
-                    stream.blocks.clear()
             self._own_stream = None
-            self._recent.clear()
+            self._streams.clear()
             self.lists.clear()
-            self._events.clear()
         self.graveyard.drain()
 
     # -- for the parts of this package -------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from threading import RLock
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from cuda.bindings import driver
 from cuda.bindings.driver import cuCtxGetCurrent, cuEventRecord, cuStreamIsCapturing, cuStreamQuery
@@ -27,6 +29,7 @@ UNKNOWN_CODE: Final = -1
 
 EventPool = deque[Any]
 MAX_POOLED: Final = 1024
+MOST_RECENT: Final = 8
 
 
 class CudaEvent:
@@ -153,11 +156,12 @@ class CudaStream:
         self.context.call("cuStreamSynchronize", self.native)
 
     def is_idle(self) -> bool:
-        if self._ambient:  # several streams, of which the driver may ask one
+        # A default stream is several, of which the driver may ask one.
+        if self._ambient or self.is_capturing():
             return False
-        code = int(cuStreamQuery(self.native)[0])
-        if code not in (0, NOT_READY):
-            raise failure("cuStreamQuery", code)
+        code = cuStreamQuery(self.native)[0]
+        if code and code != NOT_READY:
+            raise failure("cuStreamQuery", int(code))
         return not code
 
     def is_capturing(self) -> bool:
@@ -206,6 +210,60 @@ class OwnedStream:
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             self._graveyard.bury("cuStreamDestroy", self.handle)
+
+
+class KnownStreams:
+    """The streams of one device, each wrapped once."""
+
+    def __init__(self, context: Context, graveyard: Graveyard) -> None:
+        self._context, self._graveyard = context, graveyard
+        self._events: EventPool = deque(maxlen=MAX_POOLED)
+        self._known: WeakValueDictionary[int, CudaStream] = WeakValueDictionary()
+        self._lock = RLock()
+        self.recent: dict[int, CudaStream] = {}
+        """A few that are kept, by handle."""
+
+    def find(self, stream: object) -> CudaStream:
+        """The one of a foreign stream or handle. Keeps the foreign stream."""
+        if isinstance(stream, CudaStream):
+            if stream.context is not self._context:
+                raise wrong("stream", f"a stream of cuda:{self._context.device_id}", stream)
+            return stream
+        handle = handle_of(stream)
+        owner = None if isinstance(stream, int) else stream
+        with self._lock:
+            found = self._known.get(handle)
+            if found is None:
+                check_device(handle, self._context)
+                found = self._new(handle, owner)
+            elif owner is not None and not isinstance(found.owner, OwnedStream):
+                found.owner = owner  # a new stream may have got the handle of one that is gone
+            if handle not in self.recent:
+                if len(self.recent) == MOST_RECENT:
+                    del self.recent[next(iter(self.recent))]
+                self.recent[handle] = found
+            return found
+
+    def create(self) -> CudaStream:
+        """A new one."""
+        owned = OwnedStream(self._context, self._graveyard)
+        with self._lock:
+            self.recent.pop(owned.handle, None)  # of one that is gone
+            return self._new(owned.handle, owned)
+
+    def _new(self, handle: int, owner: object) -> CudaStream:
+        stream = CudaStream(handle, self._context, owner, self._events, self._graveyard)
+        self._known[handle] = stream
+        return stream
+
+    def clear(self) -> None:
+        """Gives up events, and the memory that lies ready for arrays of streams."""
+        with self._lock:
+            for stream in [*self._known.values()]:
+                if stream.blocks is not None:
+                    stream.blocks.clear()
+            self.recent.clear()
+            self._events.clear()
 
 
 def as_own(stream: object) -> CudaStream:
