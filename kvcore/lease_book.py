@@ -200,11 +200,12 @@ class LeaseBook:
     def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool = False) -> None:
         """Later work of `stream` comes after all that was enqueued on pages and tables so far.
 
-        `named` where the caller says which stream that is, and not a library.
+        `named` where the caller says which stream that is, and not a library, whose array is
+        counted already.
         """
         runtime = self._runtime
         if self.idle:
-            self._part_with_idle()
+            self._part_with_idle(None if named else entry)
         if self.owed:
             self._put_behind_owed(stream)
         lasting = runtime.device.lasting(stream)
@@ -274,15 +275,17 @@ class LeaseBook:
             if self.owed.get(stream) is moment:
                 del self.owed[stream]
 
-    def _part_with_idle(self) -> None:
+    def _part_with_idle(self, taken: LeaseEntry | None = None) -> None:
         """Owes the streams of idle entries, and no longer the entries themselves.
 
+        `taken` is one whose next array is counted, and not handed over yet.
         What was taken anew since then may still be worked on: its streams are not forgotten. An
         entry leaves last: other threads look here before they take the lock.
         """
         for moment, entry in self.idle.copy().items():
             entry.waits = False  # what is dropped from here on comes again
-            ended, streams = not entry._users, dict(entry.streams)
+            ended = len(entry._users) == (entry is taken)
+            streams = dict(entry.streams)
             for stream in streams:
                 self.owed[stream] = moment
             if ended and entry.closed:

@@ -32,10 +32,10 @@ class Lease(LeasedArray):
     DLPack and names its stream, and at `acquire(stream)`. The pages are *handed back* by
     `release(stream)`: whatever kvcore enqueues later, on any stream, comes after the consumer's
     work until then, its reads as well as its writes. `close` does so, too, and after the last array
-    was dropped the manager's next call, unless that only leases the pages again to the same stream.
-    So an engine that keeps an array for long calls `acquire` before and `release` after each piece
-    of work on a stream that kvcore does not use itself; on a stream that the sequences are bound to
-    it needs neither.
+    was dropped the manager's next call that is not another lease. Whoever is handed pages before
+    that comes after the earlier consumer as well. So an engine that keeps an array for long calls
+    `acquire` before and `release` after each piece of work on a stream that kvcore does not use
+    itself; on a stream that the sequences are bound to it needs neither.
 
     A stream that was handed something must exist until it is handed back; one that
     `acquire` named is the caller's until `release`, one that `stream=` named until `close`,

@@ -69,25 +69,23 @@ def test_jax_arrays_go_in_and_out(step):
     np.testing.assert_array_equal(jax.numpy.from_dlpack(flipped), keys[0, ::-1])
 
 
-@pytest.mark.parametrize("take", [np.from_dlpack, np.asarray])
+@pytest.mark.parametrize(("take", "by"), [(np.from_dlpack, "use"), (np.asarray, "use_while")])
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_lease_that_is_closed_while_it_is_taken(take, counted, monkeypatch):
+def test_a_lease_that_is_closed_while_it_is_taken(take, by, counted, monkeypatch):
     """Another thread closes it right before the array is counted, or right after."""
     m = typed_manager()
     lease = m.lease(0, "key")
-    count = LeaseEntry._count
+    count = getattr(LeaseEntry, by)
 
-    def count_and_close(entry, user, **more):
-        monkeypatch.setattr(LeaseEntry, "_count", count)
-        if counted:
-            count(entry, user, **more)
+    def count_and_close(entry, *user):
+        monkeypatch.setattr(LeaseEntry, by, count)
+        release = count(entry, *user) if counted else None
         with suppress(k.LeaseInUse):
             lease.close()
             m.shutdown()
-        if not counted:
-            count(entry, user, **more)
+        return release if counted else count(entry, *user)
 
-    monkeypatch.setattr(LeaseEntry, "_count", count_and_close)
+    monkeypatch.setattr(LeaseEntry, by, count_and_close)
     memory, held = m._runtime.pools[0][0], None
     with suppress(k.StateError):
         held = take(lease)

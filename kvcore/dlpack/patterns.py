@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.dlpack.capsules import api
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY, Version
 from kvcore.dlpack.structs import LEGACY, VERSIONED, DLTensor, ManagedTensor, VersionedTensor
 from kvcore.dlpack.view import ArrayView, Window
@@ -29,6 +30,10 @@ class Bytes(NamedTuple):
     def at(cls, place: int, content: bytes) -> Bytes:
         """With the kind that fits."""
         return cls(place, c_char * len(content), content)
+
+    def is_in(self, structure: bytes) -> bool:
+        """Whether it stands there already."""
+        return structure[self.place : self.place + len(self.content)] == self.content
 
 
 class Pattern(NamedTuple):
@@ -72,14 +77,18 @@ def pattern(view: ArrayView, version: Version | None, flags: int) -> Pattern:
         wanted.flags = flags
         fields = [VersionedTensor.major, VersionedTensor.minor, VersionedTensor.flags]
         spans += [(field.offset, field.size) for field in fields]
-    array = view.bits() if view.dtype in UNKNOWN_TO_NUMPY else view
+    source = view.bits() if view.dtype in UNKNOWN_TO_NUMPY else view
+    array = np.asarray(Window(source))
+    asked, name = (None, LEGACY) if version is None else (NUMPYS, VERSIONED)
+    capsule = array.__dlpack__(max_version=asked)
+    written = bytes(kind.from_address(api().pointer(capsule, name)))
     return Pattern(
-        np.asarray(Window(array)),
-        None if version is None else NUMPYS,
-        LEGACY if version is None else VERSIONED,
+        array,
+        asked,
+        name,
         kind.deleter.offset,
-        _merged(bytes(wanted), spans),
-        () if array.shape == view.shape else _axes(view, within),
+        tuple(one for one in _merged(bytes(wanted), spans) if not one.is_in(written)),
+        () if source.shape == view.shape else _axes(view, within),
     )
 
 

@@ -229,6 +229,25 @@ def test_a_copy_leaves_the_streams_of_those_who_share(rig):
     end(m, kv)
 
 
+def test_an_open_lease_that_is_taken_by_turns_knows_the_last_stream(rig):
+    """As JAX takes it anew for every step; whoever still holds an array is not forgotten."""
+    m, kv = opened_manager(rig)
+    lease, turns = m.lease(0, "key"), [rig.device.create_stream() for _ in range(3)]
+    for stream in turns:
+        lease.__dlpack__(stream=stream.handle)
+    assert list(lease._entry.streams) == turns[2:]
+    capsule = lease.__dlpack__(stream=turns[0].handle)
+    lease.__dlpack__(stream=turns[1].handle)
+    lease.acquire(turns[2])
+    assert list(lease._entry.streams) == turns
+    lease.acquire(turns[2])
+    del capsule
+    lease.acquire(rig.stream)
+    assert set(lease._entry.streams) == {turns[2], rig.stream}
+    lease.close()
+    end(m, kv)
+
+
 def test_the_array_interface_names_a_stream_or_none(rig, orders):
     manager, kv = opened_manager(rig)
     lease, consumer = manager.lease(0, "key"), rig.device.create_stream()
