@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -43,6 +44,7 @@ def itemsize_bits(dtype: str) -> int:
     return DTYPE_BITS[as_choice("dtype", dtype, tuple(DTYPE_BITS))]
 
 
+@cache
 def array_type(declared: str) -> np.dtype[Any]:
     """The NumPy type of a buffer's items; the bits of those that NumPy lacks.
 

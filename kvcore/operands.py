@@ -29,8 +29,8 @@ def as_operand(
     N is one of `sizes`: the tokens of the step, or the most a batch takes. What a foreign array's
     producer has enqueued comes before later work of `stream`.
     """
-    one = not isinstance(layers, Sequence)
-    first = layers[0] if isinstance(layers, Sequence) else layers
+    one = layers.__class__ is int or not isinstance(layers, Sequence)
+    first: Any = layers if one else layers[0]  # type: ignore[index]
     declared = runtime.layout.place(first, role).buffer.dtype
     name = f"out: {role!r}" if writable else f"buffers[{role!r}]"
     array = runtime.device.as_array(
@@ -61,11 +61,12 @@ def _check_type(name: str, array: Array, itemsize: int, declared: str) -> None:
 
     Bits are unsigned integers; where NumPy lacks the type, signed ones as well.
     """
+    if array.dtype == array_type(declared):
+        return
     if array.dtype.itemsize != itemsize:
         raise wrong_type(name, f"items of {itemsize} bytes ({declared})", array.dtype)
     bits = "ui" if declared in UNKNOWN_TO_NUMPY else "u"
-    known = declared, array_type(declared).name
-    if array.dtype.kind not in bits and array.dtype.name not in known:
+    if array.dtype.kind not in bits and array.dtype.name != declared:
         text = f"{declared}, as declared, or its bits as unsigned integers"
         raise wrong_type(name, text, array.dtype, "cast them first")
 

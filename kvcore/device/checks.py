@@ -104,8 +104,11 @@ def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return ids.copy()
 
 
-def check_foreign(name: str, kind: str, dtype: str | None, may_write: bool) -> None:
-    """Checks what came to `as_array`: the type, where NumPy lacks it, and the right to write."""
+def check_foreign(name: str, kind: str | None, dtype: str | None, may_write: bool) -> None:
+    """Checks what came to `as_array`: the type, where NumPy lacks it, and the right to write.
+
+    `kind` is the name of the type; None of one that NumPy has.
+    """
     if dtype is not None and kind in UNKNOWN_TO_NUMPY and kind != dtype:
         text = f"{dtype}, as declared, or its bits as unsigned integers"
         raise TypeError(f"{name}: expected {text}, got {kind}; cast them first")

@@ -148,7 +148,10 @@ class HostDevice(HostBeams, HostPaths, HostFormats, Device):
         name: str = "values",
     ) -> Array:
         plain = type(values) is np.ndarray and values.dtype.isnative
-        array, kind = (values, values.dtype.name) if plain else _taken(values, name)
+        if plain:  # names of types take NumPy longer than everything else here
+            array, kind = values, None if values.dtype.isbuiltin == 1 else values.dtype.name
+        else:
+            array, kind = _taken(values, name)
         check_foreign(name, kind, dtype, array.flags.writeable or not writable)
         return array
 
