@@ -105,10 +105,7 @@ def check_ids(name: str, ids: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def check_foreign(name: str, kind: str | None, dtype: str | None, may_write: bool) -> None:
-    """Checks what came to `as_array`: the type, where NumPy lacks it, and the right to write.
-
-    `kind` is the name of the type; None of one that NumPy has.
-    """
+    """Checks what came to `as_array`: its type (None: one that NumPy has), the right to write."""
     if dtype is not None and kind in UNKNOWN_TO_NUMPY and kind != dtype:
         text = f"{dtype}, as declared, or its bits as unsigned integers"
         raise TypeError(f"{name}: expected {text}, got {kind}; cast them first")
