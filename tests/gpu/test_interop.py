@@ -6,6 +6,8 @@ Each framework that is missing, or sees no GPU, is skipped by itself.
 from __future__ import annotations
 
 import gc
+import sys
+from importlib import import_module
 
 import cupy
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
+from kvcore.dlpack.exports import exports
 from kvcore.dlpack.importer import from_capsule
 from kvcore.dlpack.structs import CPU, CUDA
 from tests.device.harness import Rig
@@ -340,6 +343,29 @@ def test_jax_reads_what_torch_and_kvcore_wrote_in_one_process(rig, few_pages):
             assert float(pools.read(total, index)) == 0
     lease.close()
     s.close()
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.parametrize("name", ["torch", "jax", "cupy"])
+def test_a_hundred_thousand_leases_leave_nothing(scene, name):
+    """Leased, taken and dropped: structures, entries, owed streams and device memory as before."""
+    framework(name)
+    s, module = scene(), import_module("jax.numpy" if name == "jax" else name)
+    take, book = module.from_dlpack, s.m._runtime.leases
+
+    def state():
+        gc.collect()  # JAX itself keeps something until then
+        cupy.cuda.runtime.deviceSynchronize()
+        s.m.get_storage_statistics()
+        memory = cupy.cuda.runtime.memGetInfo()[0]
+        return len(exports()), bool(book), len(book.idle), len(book.owed), memory
+
+    for number in range(100_000):
+        if number == 50_000:
+            before, blocks = state(), sys.getallocatedblocks()
+        take(s.m.lease(layer_group=0))
+    assert state() == before == (0, False, 0, 0, before[-1])
+    assert sys.getallocatedblocks() - blocks < 1_000
 
 
 def test_jax_gives_no_pool_away(rig, few_pages):
