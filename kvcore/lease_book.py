@@ -221,12 +221,11 @@ class LeaseBook:
 
     def _put_behind_owed(self, stream: Stream) -> None:
         """Later work of `stream` comes after that of consumers that are gone."""
-        for other, moment in self.owed.copy().items():
-            if other is stream:
-                continue
+        others = {other: moment for other, moment in self.owed.items() if other is not stream}
+        if others:  # not even asked under capture, which would end by that
+            self._refuse_capture([stream, *others])
+        for other, moment in others.items():
             if not other.is_idle():
-                self._refuse_capturing(other)
-                self._refuse_capturing(stream)
                 stream.wait(other.record())
             elif self.owed.get(other) is moment:  # nobody has to wait for it
                 del self.owed[other]

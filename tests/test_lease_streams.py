@@ -8,7 +8,7 @@ import pytest
 import kvcore as k
 from kvcore.device.fences import Fences
 from kvcore.device.host import HostDevice
-from kvcore.device.simulated import DeferredStream, Gate, Simulator
+from kvcore.device.simulated import DeferredEvent, DeferredStream, Gate, Simulator
 from kvcore.device.tables import DeviceTables
 from kvcore.lease_book import LeaseBook
 from kvcore.streams import Streams
@@ -250,3 +250,38 @@ def test_work_under_capture_is_refused_and_ends_are_put_off(monkeypatch):
     assert not s.m._runtime.leases.owed
     lease.close()
     assert not s.m._runtime.leases
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_refusal_under_capture_asks_nobody(own, monkeypatch):
+    """Whether a stream or an event is done: the capture would end by that."""
+    s = Scene(10)
+    s.append(1)
+    first = s.m.lease(0, "key", stream=s.consumer)
+    s.write(*row(s.a), 5)
+    if own:
+        first.release()
+    del first
+    second = s.m.lease(0, "key")
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+    for owner, name in ((DeferredStream, "is_idle"), (DeferredEvent, "done")):
+        monkeypatch.setattr(owner, name, lambda self: pytest.fail("asked under capture"))
+    for stream in (s.s1, s.other):
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            s.m.lease(0, "key", stream=stream)
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            s.m._runtime.leases.hand_over(second._entry, stream)
+    monkeypatch.undo()
+    assert s.saw()
+
+
+def test_a_refused_hand_over_waits_for_none_of_several(monkeypatch):
+    s = Scene(11)
+    for stream in (s.consumer, s.s2):
+        s.m.lease(0, "key", stream=stream)
+        stream.wait(Gate())
+    before = len(s.other.queue)
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s2)
+    with pytest.raises(k.StateError, match="a graph is being captured"):
+        s.m.lease(0, "key", stream=s.other)
+    assert len(s.other.queue) == before

@@ -9,7 +9,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
-from kvcore.device.cuda.streams import CudaStream
+from kvcore.device.cuda.streams import CudaEvent, CudaStream
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.importer import from_capsule
 from kvcore.dlpack.structs import CPU, CUDA, CUDA_HOST
@@ -104,6 +104,7 @@ def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
     first, second = manager.lease(0, "key"), manager.lease(0, "key")
     with monkeypatch.context() as late:
         late.setattr(CudaStream, "is_idle", lambda self: False)
+        late.setattr(CudaEvent, "done", lambda self: False)
         orders.clear()
         first.acquire(2)
         assert orders == [(2, 1)]
