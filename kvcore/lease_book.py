@@ -241,6 +241,8 @@ class LeaseBook:
         if not held:
             streams += [other for other in entry.streams if other not in streams]
         self.hand_back(entry, streams, forget=False)
+        if not held:  # those that it knows no more, as others have taken it since
+            self._take_back_owed()
         entry.closed = True
         if ended and not (entry.in_use or entry.waits):
             entry.streams.clear()
@@ -263,6 +265,9 @@ class LeaseBook:
     def take_back(self) -> None:
         """Hands back what nobody uses any more; later, where a graph is being captured."""
         self._part_with_idle()
+        self._take_back_owed()
+
+    def _take_back_owed(self) -> None:
         streams, capturing = self._runtime.streams, self._runtime.device.is_capturing
         if not self.owed or any(capturing(stream) for stream in streams.working()):
             return

@@ -285,3 +285,40 @@ def test_a_refused_hand_over_waits_for_none_of_several(monkeypatch):
     with pytest.raises(k.StateError, match="a graph is being captured"):
         s.m.lease(0, "key", stream=s.other)
     assert len(s.other.queue) == before
+
+
+def test_close_hands_back_from_earlier_consumers_too(monkeypatch):
+    """Taken by turns: the lease itself knows the last stream only, and all may be destroyed."""
+    s, asked = Scene(12), []
+    lease = s.m.lease(0, "key")
+    for stream in (s.consumer, s.other):
+        drop = lease._entry.use()
+        s.m._runtime.leases.hand_over(lease._entry, stream)
+        stream.wait(Gate())
+        drop()
+    assert list(lease._entry.streams) == [s.other]
+    lease.close()
+    for name in ("is_idle", "record"):
+        real = getattr(DeferredStream, name)
+        monkeypatch.setattr(
+            DeferredStream, name, lambda self, real=real: asked.append(self) or real(self)
+        )
+    s.m.lease(0, "key", stream=s.s2)
+    assert asked == [s.s1]
+    assert not s.m._runtime.leases.owed
+
+
+@pytest.mark.parametrize("working", [True, False])
+def test_close_leaves_earlier_consumers_of_a_captured_stream_for_later(working, monkeypatch):
+    s = Scene(13)
+    s.m.lease(0, "key", stream=s.consumer)
+    s.consumer.wait(Gate())
+    lease = s.m.lease(0, "key")
+    captured = [s.s1 if working else s.consumer]
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream in captured)
+    s.m.get_storage_statistics()
+    lease.close()
+    assert list(s.m._runtime.leases.owed) == [s.consumer]
+    captured.clear()
+    s.m.get_storage_statistics()
+    assert not s.m._runtime.leases.owed
