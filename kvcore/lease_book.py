@@ -46,10 +46,11 @@ class LeaseEntry:
     def __init__(self, number: int, part: str, memory: Memory, end: int, idle: Idle) -> None:
         self.memory = memory
         self._number, self._part = number, part
-        self.streams: dict[Stream, bool] = {}
+        self.streams: dict[Stream, bool | None] = {}
         """Of consumers, since their work was last handed back; and those that stay.
 
-        With each of them, whether the caller named it himself, and so orders it.
+        With each of them, whether the caller named it himself, and so orders it; None where only
+        copies are made on it.
         """
         self.given: Stream | None = None
         """The stream that the lease was taken for: handed back as long as the lease is open."""
@@ -197,11 +198,11 @@ class LeaseBook:
         self._parts[key] = part
         return part
 
-    def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool = False) -> None:
+    def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool | None = False) -> None:
         """Later work of `stream` comes after all that was enqueued on pages and tables so far.
 
         `named` where the caller says which stream that is, and not a library, whose array is
-        counted already.
+        counted already. None for a copy, which is handed back at once.
         """
         runtime = self._runtime
         if self.idle:
@@ -216,7 +217,7 @@ class LeaseBook:
         if tables is not None and not tables.is_last(stream):
             self._refuse_capture([stream])
             tables.order_behind_last(stream)
-        if named or lasting not in entry.streams:
+        if named or entry.streams.get(lasting) is None:
             entry.streams[lasting] = named
 
     def _put_behind_owed(self, stream: Stream) -> None:

@@ -230,6 +230,29 @@ def test_a_copy_leaves_the_streams_of_those_who_share(rig):
     end(m, kv)
 
 
+@pytest.mark.parametrize("call", ["__dlpack__", "acquire"])
+def test_a_copy_leaves_the_streams_of_those_who_come_meanwhile(rig, monkeypatch, call):
+    """In another thread, while the copy is being made."""
+    m, kv = opened_manager(rig)
+    lease, consumer, capsules = m.lease(0, "key"), rig.device.create_stream(), []
+    real = CudaDevice.to_host
+
+    def to_host(*args, **more):
+        if call == "acquire":
+            lease.acquire(consumer)
+        else:
+            capsules.append(lease.__dlpack__(stream=consumer.handle))
+        return real(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaDevice, "to_host", to_host)
+        lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=(CPU, 0))
+    assert lease._entry.streams == {consumer: call == "acquire"}
+    capsules.clear()
+    lease.close()
+    end(m, kv)
+
+
 def test_an_open_lease_that_is_taken_by_turns_knows_the_last_stream(rig):
     """As JAX takes it anew for every step; whoever still holds an array is not forgotten."""
     m, kv = opened_manager(rig)
