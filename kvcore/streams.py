@@ -145,7 +145,9 @@ class Streams:
         self._behind.append((stream, event))
 
     def _forget_passed(self) -> None:
-        self._behind = [pair for pair in self._behind if not pair[1].done()]
+        passed = [pair for pair in self._behind if pair[1].done()]
+        if passed:  # a finalizer may have added some meanwhile
+            self._behind = [pair for pair in self._behind if pair not in passed]
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""

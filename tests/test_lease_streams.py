@@ -322,3 +322,22 @@ def test_close_leaves_earlier_consumers_of_a_captured_stream_for_later(working, 
     captured.clear()
     s.m.get_storage_statistics()
     assert not s.m._runtime.leases.owed
+
+
+def test_what_is_handed_back_while_passed_work_is_forgotten_counts(monkeypatch):
+    """By a finalizer, which may run at any moment."""
+    s, real = Scene(2), DeferredEvent.done
+    for stream in (s.consumer, s.other):
+        stream.wait(Gate())
+    s.m.lease(0, "key", stream=s.consumer).close()
+    left = [s.m.lease(0, "key", stream=s.other)]
+
+    def done(event):
+        if left:
+            left.pop().close()
+        return real(event)
+
+    monkeypatch.setattr(DeferredEvent, "done", done)
+    s.m.lease(0, "key", stream=s.s2)
+    behind = [stream for stream, _ in s.m._runtime.streams._behind]
+    assert behind == [s.consumer, s.other]
