@@ -46,10 +46,11 @@ class LeaseEntry:
     def __init__(self, number: int, part: str, memory: Memory, end: int, idle: Idle) -> None:
         self.memory = memory
         self._number, self._part = number, part
-        self.streams: dict[Stream, bool] = {}
+        self.streams: dict[Stream, bool | None] = {}
         """Of consumers, since their work was last handed back; and those that stay.
 
-        With each of them, whether the caller named it himself, and so orders it.
+        With each of them, whether the caller named it himself, and so orders it; None where only
+        copies are made on it.
         """
         self.given: Stream | None = None
         """The stream that the lease was taken for: handed back as long as the lease is open."""
@@ -197,11 +198,11 @@ class LeaseBook:
         self._parts[key] = part
         return part
 
-    def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool = False) -> None:
+    def hand_over(self, entry: LeaseEntry, stream: Stream, *, named: bool | None = False) -> None:
         """Later work of `stream` comes after all that was enqueued on pages and tables so far.
 
         `named` where the caller says which stream that is, and not a library, whose array is
-        counted already.
+        counted already. None for a copy, which is handed back at once.
         """
         runtime = self._runtime
         if self.idle:
@@ -216,17 +217,16 @@ class LeaseBook:
         if tables is not None and not tables.is_last(stream):
             self._refuse_capture([stream])
             tables.order_behind_last(stream)
-        if named or lasting not in entry.streams:
+        if named or entry.streams.get(lasting) is None:
             entry.streams[lasting] = named
 
     def _put_behind_owed(self, stream: Stream) -> None:
         """Later work of `stream` comes after that of consumers that are gone."""
-        for other, moment in self.owed.copy().items():
-            if other is stream:
-                continue
+        others = {other: moment for other, moment in self.owed.items() if other is not stream}
+        if others:  # not even asked under capture, which would end by that
+            self._refuse_capture([stream, *others])
+        for other, moment in others.items():
             if not other.is_idle():
-                self._refuse_capturing(other)
-                self._refuse_capturing(stream)
                 stream.wait(other.record())
             elif self.owed.get(other) is moment:  # nobody has to wait for it
                 del self.owed[other]
@@ -242,6 +242,8 @@ class LeaseBook:
         if not held:
             streams += [other for other in entry.streams if other not in streams]
         self.hand_back(entry, streams, forget=False)
+        if not held:  # those that it knows no more, as others have taken it since
+            self._take_back_owed()
         entry.closed = True
         if ended and not (entry.in_use or entry.waits):
             entry.streams.clear()
@@ -264,6 +266,9 @@ class LeaseBook:
     def take_back(self) -> None:
         """Hands back what nobody uses any more; later, where a graph is being captured."""
         self._part_with_idle()
+        self._take_back_owed()
+
+    def _take_back_owed(self) -> None:
         streams, capturing = self._runtime.streams, self._runtime.device.is_capturing
         if not self.owed or any(capturing(stream) for stream in streams.working()):
             return

@@ -125,9 +125,7 @@ class LeasedArray(Exporter):
         lacking = own.dtype if own.dtype in UNKNOWN_TO_NUMPY else None
         book, lock = self._runtime.leases, self._runtime.lock
         with lock:
-            # Of a consumer that may be at work there?
-            known = device.lasting(on) in self._entry.streams
-            book.hand_over(self._entry, on)
+            book.hand_over(self._entry, on, named=None)
         if asked == (CPU, 0):
             copied = view_of(device.to_host(source, stream=on), lacking)
         elif elsewhere:
@@ -138,7 +136,9 @@ class LeasedArray(Exporter):
             device.copy(source, array, stream=on)
             copied = device.describe(array, lacking)
         with lock:
-            book.hand_back(self._entry, [on], forget=not known)
+            # Other consumers may be at work there, also since just now.
+            alone = self._entry.streams.get(device.lasting(on)) is None
+            book.hand_back(self._entry, [on], forget=alone)
         return copied
 
 

@@ -132,6 +132,7 @@ class Streams:
             if other is not stream:
                 stream.wait(other.record())
         self._fences.wait_all(stream)
+        self._forget_passed()
         self._wait_behind(stream)
 
     def hand_back(self, stream: Stream) -> None:
@@ -144,18 +145,20 @@ class Streams:
         self._behind.append((stream, event))
 
     def _forget_passed(self) -> None:
-        self._behind = [pair for pair in self._behind if not pair[1].done()]
+        passed = [pair for pair in self._behind if pair[1].done()]
+        if passed:  # a finalizer may have added some meanwhile
+            self._behind = [pair for pair in self._behind if pair not in passed]
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
-        if self._behind:
-            self._forget_passed()
-        if self._behind or self._fences or self._lent:
+        if self._fences or self._lent:
             return False
-        for other in self._known:  # noqa: SIM110 - a generator would cost more than the work
+        for other in self._known:
             if other is not None and other is not stream:
                 return False
-        return True
+        if self._behind and not self._device.is_capturing(stream):  # or it would end by that
+            self._forget_passed()
+        return not self._behind
 
     def working(self) -> list[Stream]:
         """The streams that sequences are bound or lent to."""

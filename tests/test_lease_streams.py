@@ -8,7 +8,7 @@ import pytest
 import kvcore as k
 from kvcore.device.fences import Fences
 from kvcore.device.host import HostDevice
-from kvcore.device.simulated import DeferredStream, Gate, Simulator
+from kvcore.device.simulated import DeferredEvent, DeferredStream, Gate, Simulator
 from kvcore.device.tables import DeviceTables
 from kvcore.lease_book import LeaseBook
 from kvcore.streams import Streams
@@ -250,3 +250,94 @@ def test_work_under_capture_is_refused_and_ends_are_put_off(monkeypatch):
     assert not s.m._runtime.leases.owed
     lease.close()
     assert not s.m._runtime.leases
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_refusal_under_capture_asks_nobody(own, monkeypatch):
+    """Whether a stream or an event is done: the capture would end by that."""
+    s = Scene(10)
+    s.append(1)
+    first = s.m.lease(0, "key", stream=s.consumer)
+    s.write(*row(s.a), 5)
+    if own:
+        first.release()
+    del first
+    second = s.m.lease(0, "key")
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+    for owner, name in ((DeferredStream, "is_idle"), (DeferredEvent, "done")):
+        monkeypatch.setattr(owner, name, lambda self: pytest.fail("asked under capture"))
+    for stream in (s.s1, s.other):
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            s.m.lease(0, "key", stream=stream)
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            s.m._runtime.leases.hand_over(second._entry, stream)
+    monkeypatch.undo()
+    assert s.saw()
+
+
+def test_a_refused_hand_over_waits_for_none_of_several(monkeypatch):
+    s = Scene(11)
+    for stream in (s.consumer, s.s2):
+        s.m.lease(0, "key", stream=stream)
+        stream.wait(Gate())
+    before = len(s.other.queue)
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s2)
+    with pytest.raises(k.StateError, match="a graph is being captured"):
+        s.m.lease(0, "key", stream=s.other)
+    assert len(s.other.queue) == before
+
+
+def test_close_hands_back_from_earlier_consumers_too(monkeypatch):
+    """Taken by turns: the lease itself knows the last stream only, and all may be destroyed."""
+    s, asked = Scene(12), []
+    lease = s.m.lease(0, "key")
+    for stream in (s.consumer, s.other):
+        drop = lease._entry.use()
+        s.m._runtime.leases.hand_over(lease._entry, stream)
+        stream.wait(Gate())
+        drop()
+    assert list(lease._entry.streams) == [s.other]
+    lease.close()
+    for name in ("is_idle", "record"):
+        real = getattr(DeferredStream, name)
+        monkeypatch.setattr(
+            DeferredStream, name, lambda self, real=real: asked.append(self) or real(self)
+        )
+    s.m.lease(0, "key", stream=s.s2)
+    assert asked == [s.s1]
+    assert not s.m._runtime.leases.owed
+
+
+@pytest.mark.parametrize("working", [True, False])
+def test_close_leaves_earlier_consumers_of_a_captured_stream_for_later(working, monkeypatch):
+    s = Scene(13)
+    s.m.lease(0, "key", stream=s.consumer)
+    s.consumer.wait(Gate())
+    lease = s.m.lease(0, "key")
+    captured = [s.s1 if working else s.consumer]
+    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream in captured)
+    s.m.get_storage_statistics()
+    lease.close()
+    assert list(s.m._runtime.leases.owed) == [s.consumer]
+    captured.clear()
+    s.m.get_storage_statistics()
+    assert not s.m._runtime.leases.owed
+
+
+def test_what_is_handed_back_while_passed_work_is_forgotten_counts(monkeypatch):
+    """By a finalizer, which may run at any moment."""
+    s, real = Scene(2), DeferredEvent.done
+    for stream in (s.consumer, s.other):
+        stream.wait(Gate())
+    s.m.lease(0, "key", stream=s.consumer).close()
+    left = [s.m.lease(0, "key", stream=s.other)]
+
+    def done(event):
+        if left:
+            left.pop().close()
+        return real(event)
+
+    monkeypatch.setattr(DeferredEvent, "done", done)
+    s.m.lease(0, "key", stream=s.s2)
+    behind = [stream for stream, _ in s.m._runtime.streams._behind]
+    assert behind == [s.consumer, s.other]

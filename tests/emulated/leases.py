@@ -9,7 +9,7 @@ import pytest
 
 import kvcore as k
 from kvcore.device.cuda import CudaDevice
-from kvcore.device.cuda.streams import CudaStream
+from kvcore.device.cuda.streams import CudaEvent, CudaStream
 from kvcore.dlpack.capsules import api
 from kvcore.dlpack.importer import from_capsule
 from kvcore.dlpack.structs import CPU, CUDA, CUDA_HOST
@@ -104,6 +104,7 @@ def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
     first, second = manager.lease(0, "key"), manager.lease(0, "key")
     with monkeypatch.context() as late:
         late.setattr(CudaStream, "is_idle", lambda self: False)
+        late.setattr(CudaEvent, "done", lambda self: False)
         orders.clear()
         first.acquire(2)
         assert orders == [(2, 1)]
@@ -225,6 +226,29 @@ def test_a_copy_leaves_the_streams_of_those_who_share(rig):
         assert not lease._entry.streams
         lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=place)
         assert not lease._entry.streams
+    lease.close()
+    end(m, kv)
+
+
+@pytest.mark.parametrize("call", ["__dlpack__", "acquire"])
+def test_a_copy_leaves_the_streams_of_those_who_come_meanwhile(rig, monkeypatch, call):
+    """In another thread, while the copy is being made."""
+    m, kv = opened_manager(rig)
+    lease, consumer, capsules = m.lease(0, "key"), rig.device.create_stream(), []
+    real = CudaDevice.to_host
+
+    def to_host(*args, **more):
+        if call == "acquire":
+            lease.acquire(consumer)
+        else:
+            capsules.append(lease.__dlpack__(stream=consumer.handle))
+        return real(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaDevice, "to_host", to_host)
+        lease.__dlpack__(stream=consumer.handle, copy=True, dl_device=(CPU, 0))
+    assert lease._entry.streams == {consumer: call == "acquire"}
+    capsules.clear()
     lease.close()
     end(m, kv)
 
