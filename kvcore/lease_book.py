@@ -207,7 +207,7 @@ class LeaseBook:
         runtime = self._runtime
         if self.idle:
             self._part_with_idle(None if named else entry)
-        if self.owed:
+        if self.owed and (len(self.owed) > 1 or stream not in self.owed):
             self._put_behind_owed(stream)
         lasting = runtime.device.lasting(stream)
         if lasting is not stream or not runtime.streams.alone(stream):
@@ -222,11 +222,14 @@ class LeaseBook:
 
     def _put_behind_owed(self, stream: Stream) -> None:
         """Later work of `stream` comes after that of consumers that are gone."""
-        others = {other: moment for other, moment in self.owed.items() if other is not stream}
-        if others:  # not even asked under capture, which would end by that
-            self._refuse_capture([stream, *others])
-        for other, moment in others.items():
+        owed = self.owed.copy()
+        # Not even asked under capture, which would end by that; and all or none.
+        self._refuse_capture([stream] if len(owed) == 1 else [stream, *owed])
+        for other, moment in owed.items():
+            if other is stream:
+                continue
             if not other.is_idle():
+                self._refuse_capturing(other)
                 stream.wait(other.record())
             elif self.owed.get(other) is moment:  # nobody has to wait for it
                 del self.owed[other]
@@ -305,7 +308,9 @@ class LeaseBook:
         Of those that would wait or be awaited: without `streams`, none.
         """
         if streams:
-            for stream in [*streams, *self._runtime.streams.working()]:
+            for stream in streams:
+                self._refuse_capturing(stream)
+            for stream in self._runtime.streams.working():
                 self._refuse_capturing(stream)
 
     def _refuse_capturing(self, stream: Stream) -> None:

@@ -42,7 +42,7 @@ class LeasedArray(Exporter):
         view: ArrayView,
         patterns: dict[tuple[Any, Any], Pattern] | None = None,
     ) -> None:
-        super().__init__(view, patterns)
+        self._view, self._patterns = view, {} if patterns is None else patterns
         self._runtime, self._entry = runtime, entry
 
     def bits(self) -> LeasedArray:
