@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 import pytest
 
+import kvcore as k
 from tests.gpu import tools
 from tests.helpers import typed_manager
 
@@ -175,3 +176,41 @@ def test_torch_and_kvcore_pass_pages_to_and_fro(device, pages):
         numbers = cupy.asnumpy(array).reshape(2, -1)
         assert (numbers[0] == run + 1).all(), run
         assert (numbers[1] == run).all(), run
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_captures_outlive_leases_that_are_refused(device, mode):
+    """A question to any stream or event would end most captures, also one that a lease needs not."""
+    captured, (other, consumer) = tools.capturable(device), (device.create_stream() for _ in "ab")
+    m = typed_manager(slots=16, device=device, stream=device.stream(captured))
+    kv = m.create_kv_cache()
+    assert kv.resume()
+    lease, words = m.lease(0, "key"), device.empty(4, np.int32)
+
+    def capture(*streams):
+        """How the calls end in which these are handed pages; the graph must be whole."""
+        captured.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        ends = []
+        for stream in streams:
+            try:
+                m.lease(0, "value", stream=stream)
+            except k.StateError:
+                ends.append("refused")
+            else:
+                ends.append("given")
+        device.fill_words(words, 7, stream=device.stream(captured))
+        captured.end_capture().launch(captured)
+        return ends
+
+    assert capture(captured, other) == ["given", "refused"]
+    capsule = lease.__dlpack__(stream=consumer.handle)
+    tools.delay(device, consumer, 20)
+    del capsule  # the consumer is gone, and still at work
+    assert capture(captured, other) == ["refused", "refused"]
+    device.synchronize()
+    assert device.to_host(words, stream=other).tolist() == [7] * 4
+    assert capture(captured, other) == ["refused", "refused"]  # nobody has asked
+    m.get_storage_statistics()
+    assert capture(captured, other) == ["given", "refused"]
+    kv.close(), lease.close()
+    m.shutdown()
