@@ -180,9 +180,9 @@ def test_torch_and_kvcore_pass_pages_to_and_fro(device, pages):
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
 def test_captures_outlive_leases_that_are_refused(device, mode):
-    """A question to any stream or event would end most captures, also one that a lease needs not."""
+    """A question to any stream or event would end most captures: none is asked."""
     captured, (other, consumer) = tools.capturable(device), (device.create_stream() for _ in "ab")
-    m = typed_manager(slots=16, device=device, stream=device.stream(captured))
+    m = typed_manager(slots=SLOTS, device=device, stream=device.stream(captured))
     kv = m.create_kv_cache()
     assert kv.resume()
     lease, words = m.lease(0, "key"), device.empty(4, np.int32)
