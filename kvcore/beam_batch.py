@@ -37,7 +37,7 @@ class BeamBatch:
         runtime = self._runtime
         beams, on = self._with_beams(), self._on(stream)
         array = self._checked_parents(parents, on)
-        if runtime.device.is_capturing(on):
+        if on.is_capturing():
             beams.enqueue(array, on)
             return
         tables, buffer = runtime.device_tables(), runtime.parents.lease(array.shape[0])

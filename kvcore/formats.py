@@ -334,7 +334,7 @@ class Formats(BlockOffsets):
         config, step = self._runtime.config, self._step
         if config.beam_mode != "indirection" or config.max_beam_width == 1 or step is None:
             return
-        if step.owner.size > step.sequences.size or self._runtime.device.is_capturing(on):
+        if step.owner.size > step.sequences.size or on.is_capturing():
             raise StateError(
                 f"{call}: with beam_mode='indirection' a beam finds pages in the rows of others, "
                 "which this format can't express; use block_offsets() with cache_indirection() "

@@ -139,7 +139,8 @@ class LeaseEntry:
         if self._users:
             return
         if self.streams and not self.waits:
-            self.wait()
+            self.waits = True
+            self._idle[object()] = self
         if closed:
             self.memory.holds.remove(self)
 
@@ -209,14 +210,14 @@ class LeaseBook:
             self._part_with_idle(None if named else entry)
         if self.owed and (len(self.owed) > 1 or stream not in self.owed):
             self._put_behind_owed(stream)
-        lasting = runtime.device.lasting(stream)
-        if lasting is not stream or not runtime.streams.alone(stream):
+        if stream.deputy is not None or not runtime.streams.alone(stream):
             self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
         tables = runtime.tables
-        if tables is not None and not tables.is_last(stream):
+        if tables is not None and tables.last is not None and tables.last[0] is not stream:
             self._refuse_capture([stream])
             tables.order_behind_last(stream)
+        lasting = stream.deputy or stream
         if named or entry.streams.get(lasting) is None:
             entry.streams[lasting] = named
 
@@ -224,7 +225,8 @@ class LeaseBook:
         """Later work of `stream` comes after that of consumers that are gone."""
         owed = self.owed.copy()
         # Not even asked under capture, which would end by that; and all or none.
-        self._refuse_capture([stream] if len(owed) == 1 else [stream, *owed])
+        if stream.is_capturing() or len(owed) > 1 or len(self._runtime.streams.known) > 1:
+            self._refuse_capture([stream, *owed])
         for other, moment in owed.items():
             if other is stream:
                 continue
@@ -257,7 +259,7 @@ class LeaseBook:
 
         Without `forget` they are handed back once more when the last consumer is gone.
         """
-        streams = [self._runtime.device.lasting(stream) for stream in streams]
+        streams = [stream.deputy or stream for stream in streams]
         self._refuse_capture(streams)
         for stream in streams:
             if not stream.is_idle():
@@ -272,12 +274,12 @@ class LeaseBook:
         self._take_back_owed()
 
     def _take_back_owed(self) -> None:
-        streams, capturing = self._runtime.streams, self._runtime.device.is_capturing
-        if not self.owed or any(capturing(stream) for stream in streams.working()):
+        streams = self._runtime.streams
+        if not self.owed or any(stream.is_capturing() for stream in streams.working()):
             return
         for stream, moment in self.owed.copy().items():
             if not stream.is_idle():
-                if capturing(stream):
+                if stream.is_capturing():
                     continue
                 streams.hand_back(stream)
             if self.owed.get(stream) is moment:
@@ -314,7 +316,7 @@ class LeaseBook:
                 self._refuse_capturing(stream)
 
     def _refuse_capturing(self, stream: Stream) -> None:
-        if self._runtime.device.is_capturing(stream):
+        if stream.is_capturing():
             raise StateError(
                 f"a graph is being captured from {stream!r}: events of other streams cannot be "
                 "part of it; take leases and hand them over and back outside of the capture"

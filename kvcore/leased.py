@@ -73,11 +73,9 @@ class LeasedArray(Exporter):
         """
         if self._view.device[0] != CUDA or self._view.dtype in UNKNOWN_TO_NUMPY:
             raise AttributeError("no CUDA array interface; DLPack has it, or that of bits()")
-        release = self._entry.use()  # until it is handed over
+        ordered = self._entry.ordered
+        release = self._entry.use() if ordered else self._hold(None)  # until it is counted
         try:
-            ordered = self._entry.ordered
-            if not ordered:
-                self._hand_over(None)
             self._entry.view(self)
         finally:
             release()
@@ -86,21 +84,18 @@ class LeasedArray(Exporter):
             found["data"] = 0, self._view.readonly  # as the interface wants it
         return found
 
-    def _hand_over(self, stream: object) -> None:
-        """Of a lease that is counted as in use, or was just found open."""
-        if self._view.device[0] in HOST_KINDS:
-            check_no_stream(stream)
-            return
-        handle, runtime = checked_handle(stream), self._runtime
-        if handle is not None:
-            on = runtime.device.stream(handle)
-            with runtime.lock:
-                runtime.leases.hand_over(self._entry, on)
-
     def _hold(self, stream: object) -> Release:
         release = self._entry.use()
         try:
-            self._hand_over(stream)
+            if self._view.device[0] in HOST_KINDS:
+                check_no_stream(stream)
+                return release
+            handle = stream if type(stream) is int and stream > 0 else checked_handle(stream)
+            if handle is not None:
+                runtime = self._runtime
+                on = runtime.device.stream(handle)
+                with runtime.lock:
+                    runtime.leases.hand_over(self._entry, on)
         except BaseException:
             release()
             raise
@@ -137,15 +132,13 @@ class LeasedArray(Exporter):
             copied = device.describe(array, lacking)
         with lock:
             # Other consumers may be at work there, also since just now.
-            alone = self._entry.streams.get(device.lasting(on)) is None
+            alone = self._entry.streams.get(on.deputy or on) is None
             book.hand_back(self._entry, [on], forget=alone)
         return copied
 
 
 def checked_handle(stream: object) -> int | None:
     """The handle of the stream that DLPack names on CUDA; None where it asks for no order."""
-    if type(stream) is int and stream > 0:
-        return stream
     if stream is None:
         return LEGACY
     if isinstance(stream, bool) or not isinstance(stream, int):

@@ -279,5 +279,5 @@ class LeaseCalls:
             except BaseException:  # whose traceback may well hold the lease
                 entry.close()
                 raise
-            entry.given = runtime.device.lasting(on)
+            entry.given = on.deputy or on
         return lease

@@ -32,7 +32,7 @@ class Streams:
         self.default = default
         self.changes = 0  # rises when a loan begins or ends
         self._device, self._seqs, self._fences = device, seqs, fences
-        self._known: list[Stream | None] = [None]
+        self.known: list[Stream | None] = [None]  # by number
         self._lent: dict[int, Stream] = {}
         self._behind: list[tuple[Stream, Event]] = []  # foreign work that a new stream waits for
 
@@ -49,27 +49,27 @@ class Streams:
         self.changes += 1
 
     def _number_of(self, stream: Stream) -> int:
-        if stream in self._known:
-            return self._known.index(stream)
+        if stream in self.known:
+            return self.known.index(stream)
         self._wait_behind(stream)
         used = set(np.unique(self._seqs.stream).tolist())
-        for number in range(1, len(self._known)):
+        for number in range(1, len(self.known)):
             if number not in used:
-                self._known[number] = stream
+                self.known[number] = stream
                 return number
-        self._known.append(stream)
-        return len(self._known) - 1
+        self.known.append(stream)
+        return len(self.known) - 1
 
     def of(self, sequence: int) -> Stream | None:
         """The stream a sequence is bound to; None before the first resume."""
-        return self._known[self._seqs.stream.item(sequence)]
+        return self.known[self._seqs.stream.item(sequence)]
 
     def of_all(self, sequences: Index) -> list[Stream]:
         """The distinct streams of resumed sequences."""
-        if len(self._known) == 2 and sequences.size:  # the usual case: everyone on one stream
-            return self._known[1:]  # type: ignore[return-value]
+        if len(self.known) == 2 and sequences.size:  # the usual case: everyone on one stream
+            return self.known[1:]  # type: ignore[return-value]
         numbers = np.unique(self._seqs.stream[sequences]).tolist()
-        return [stream for number in numbers if (stream := self._known[number]) is not None]
+        return [stream for number in numbers if (stream := self.known[number]) is not None]
 
     def choose(self, stream: object, bound: Iterable[Stream]) -> Stream:
         """The stream a call runs on: the one given, else the one all its sequences share."""
@@ -128,7 +128,8 @@ class Streams:
 
     def hand_over(self, stream: Stream) -> None:
         """Later work of `stream` comes after everything enqueued on any page so far."""
-        for other in map(self._device.lasting, self.working()):
+        for other in self.working():
+            other = other.deputy or other
             if other is not stream:
                 stream.wait(other.record())
         self._fences.wait_all(stream)
@@ -151,18 +152,18 @@ class Streams:
 
     def alone(self, stream: Stream) -> bool:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
-        if self._fences or self._lent:
+        if self._fences.pending or self._lent:
             return False
-        for other in self._known:
+        for other in self.known:
             if other is not None and other is not stream:
                 return False
-        if self._behind and not self._device.is_capturing(stream):  # or it would end by that
+        if self._behind and not stream.is_capturing():  # or it would end by that
             self._forget_passed()
         return not self._behind
 
     def working(self) -> list[Stream]:
         """The streams that sequences are bound or lent to."""
-        known = [stream for stream in self._known if stream is not None]
+        known = [stream for stream in self.known if stream is not None]
         return known if not self._lent else list(dict.fromkeys([*known, *self._lent.values()]))
 
     def _wait_behind(self, stream: Stream) -> None:
@@ -188,7 +189,7 @@ class Streams:
             (
                 np.flatnonzero(numbers == number),
                 NO_TICKET
-                if (stream := self._known[number]) is None
+                if (stream := self.known[number]) is None
                 else self._fences.record(stream),
             )
             for number in np.unique(numbers).tolist()

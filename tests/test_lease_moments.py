@@ -9,7 +9,6 @@ import pytest
 
 import kvcore as k
 from kvcore.device.holds import Holds
-from kvcore.device.host import HostDevice
 from kvcore.device.simulated import DeferredStream
 from kvcore.dlpack.exporter import Exporter
 from kvcore.errors import DriverError
@@ -138,7 +137,7 @@ def test_a_lease_that_could_not_be_handed_over_is_none(monkeypatch):
     s = Scene(1)
     s.append(1)
     with monkeypatch.context() as patch:
-        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+        patch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s1)
         with pytest.raises(k.StateError, match="a graph is being captured") as told:
             s.m.lease(0, "value", stream=s.consumer)
     assert told.tb is not None
@@ -336,7 +335,7 @@ def test_a_lease_of_the_only_stream_is_not_closed_while_that_is_captured(monkeyp
     s = Scene(2)
     lease = s.m.lease(0, "key", stream=s.s1)
     with monkeypatch.context() as patch:
-        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+        patch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s1)
         for call in (lease.close, lease.release):
             with pytest.raises(k.StateError, match="a graph is being captured"):
                 call()
@@ -352,7 +351,7 @@ def test_a_table_that_was_sent_elsewhere_is_not_waited_for_in_a_captured_graph(m
     s.step.finish()
     before = len(s.s1.queue)
     with monkeypatch.context() as patch:
-        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+        patch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s1)
         with pytest.raises(k.StateError, match="a graph is being captured"):
             s.m.lease(0, "key", stream=s.s1)
     assert len(s.s1.queue) == before
@@ -368,7 +367,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_captured_graph(monkeypatch, vi
         if viewed:
             lease._entry.view(lease)
         with monkeypatch.context() as patch:
-            patch.setattr(HostDevice, "is_capturing", lambda self, one, s=s: one is s.consumer)
+            patch.setattr(DeferredStream, "is_capturing", lambda self, s=s: self is s.consumer)
             s.write(*row(s.a), 5)
             with pytest.raises(KeyError), lease:
                 {}["nothing"]
@@ -387,7 +386,7 @@ def test_pages_of_a_captured_stream_are_handed_to_nobody(monkeypatch):
     lease = s.m.lease(0, "key")
     del pages
     with monkeypatch.context() as patch:
-        patch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.consumer)
+        patch.setattr(DeferredStream, "is_capturing", lambda self: self is s.consumer)
         patch.setattr(DeferredStream, "is_idle", busy)  # which it never is then
         with pytest.raises(k.StateError, match=r"a graph is being captured from .*DeferredStream"):
             lease.acquire(s.other)

@@ -209,7 +209,7 @@ def test_one_stream_for_everything_enqueues_nothing(monkeypatch):
     before = len(s.s1.queue)
     lease = s.m.lease(0, "key", stream=s.s1)
     lease.acquire(s.s1)
-    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s1)
     lease.acquire(s.s1)  # nor has a captured graph to wait for anybody
     assert len(s.s1.queue) == before
 
@@ -232,7 +232,7 @@ def test_work_under_capture_is_refused_and_ends_are_put_off(monkeypatch):
     lease = s.m.lease(0, "key", stream=s.consumer)
     held = [np.from_dlpack(lease)]
     captured = [s.s1]
-    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream in captured)
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self in captured)
     for call in (
         lambda: lease.acquire(s.consumer),
         lambda: lease.release(),
@@ -263,7 +263,7 @@ def test_a_refusal_under_capture_asks_nobody(own, monkeypatch):
         first.release()
     del first
     second = s.m.lease(0, "key")
-    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s1)
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s1)
     for owner, name in ((DeferredStream, "is_idle"), (DeferredEvent, "done")):
         monkeypatch.setattr(owner, name, lambda self: pytest.fail("asked under capture"))
     for stream in (s.s1, s.other):
@@ -281,7 +281,7 @@ def test_a_refused_hand_over_waits_for_none_of_several(monkeypatch):
         s.m.lease(0, "key", stream=stream)
         stream.wait(Gate())
     before = len(s.other.queue)
-    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream is s.s2)
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self is s.s2)
     with pytest.raises(k.StateError, match="a graph is being captured"):
         s.m.lease(0, "key", stream=s.other)
     assert len(s.other.queue) == before
@@ -315,7 +315,7 @@ def test_close_leaves_earlier_consumers_of_a_captured_stream_for_later(working, 
     s.consumer.wait(Gate())
     lease = s.m.lease(0, "key")
     captured = [s.s1 if working else s.consumer]
-    monkeypatch.setattr(HostDevice, "is_capturing", lambda self, stream: stream in captured)
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self in captured)
     s.m.get_storage_statistics()
     lease.close()
     assert list(s.m._runtime.leases.owed) == [s.consumer]

@@ -7,6 +7,7 @@ import pytest
 
 import kvcore as k
 from kvcore import PageIndexMode
+from kvcore.device.simulated import SimulatedStream
 from tests.helpers import opaque_manager, opened, typed_manager
 from tests.page_formats import BOTH, FINER, MERGED, PLAIN, drawn, make, prepare
 
@@ -71,7 +72,7 @@ def test_rows_of_an_indirection_are_refused_where_they_must_be_complete(monkeypa
     assert members[0].kv.set_beam_width(1)
     prepare(batch, members[:1])
     assert batch.csr_pages(PLAIN, layout="NHD").kv_indptr.size == 2
-    monkeypatch.setattr(m.device, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(SimulatedStream, "is_capturing", lambda self: True)
     with pytest.raises(k.StateError, match="indirection"):  # a replay may have wider rows
         batch.csr_pages(PLAIN, layout="NHD")
 

@@ -90,11 +90,11 @@ class Produced(Exporter):
         return Produced(self._device, self.view.bits(), self._stream)
 
     def _hold(self, stream: object) -> Release | None:
-        on, its = self._stream_of(stream), self._device.lasting(self._stream)
+        on, its = self._stream_of(stream), self._stream.deputy or self._stream
         if on is None or on is its:  # which comes after itself in both directions
             return None
         on.wait(its.record())
-        loan = _Loan(self.view.owner, self._stream, self._device.lasting(on))
+        loan = _Loan(self.view.owner, self._stream, on.deputy or on)
         return partial(_ended(self._device).append, loan)
 
     def _stream_of(self, stream: object) -> Stream | None:
@@ -137,7 +137,7 @@ def _take_back(device: Device) -> None:
     try:
         while (loan := _first(ended)) is not None:
             kept.append(loan)
-            if not (device.is_capturing(loan.stream) or device.is_capturing(loan.consumer)):
+            if not (loan.stream.is_capturing() or loan.consumer.is_capturing()):
                 loan.stream.wait(loan.consumer.record())
                 kept.pop()
     finally:

@@ -74,17 +74,6 @@ class Device(BeamOperations, PathOperations, FormatOperations):
     def create_stream(self) -> Stream:
         """A new stream that does not synchronise with the legacy default stream."""
 
-    def is_capturing(self, stream: Stream) -> bool:
-        """Whether work on `stream` goes into a graph instead of to the device."""
-        return False
-
-    def lasting(self, stream: Stream) -> Stream:
-        """A stream whose moments come after the earlier work of `stream`, in whatever thread.
-
-        Another one where `stream` means each thread's own. Asked in any thread.
-        """
-        return stream
-
     @abstractmethod
     def grain(self, quota: int) -> int:
         """The unit of pool memory in bytes for a level of `quota` bytes (4096 on the host)."""

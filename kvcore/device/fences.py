@@ -30,14 +30,14 @@ class Fences:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Ticket, Event | _Both, Stream | None]] = deque()
+        self.pending: deque[tuple[Ticket, Event | _Both, Stream | None]] = deque()
         self._first = 1  # ticket of the oldest pending entry
         self._next = 1
         self._joint: dict[tuple[Ticket, ...], Ticket] = {}  # of pending joint tickets
         self._only: Stream | None = None  # the stream of all pending entries, if it is one
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self.pending)
 
     def record(self, stream: Stream) -> Ticket:
         """A ticket for the present end of `stream`; `NO_TICKET` if that has already passed."""
@@ -45,18 +45,18 @@ class Fences:
         if event.done():
             return NO_TICKET
         self._forget_passed()
-        if not self._pending:
+        if not self.pending:
             self._only = stream
         elif self._only is not stream:
             self._only = None
         ticket = Ticket(self._next)
         self._next += 1
-        self._pending.append((ticket, event, stream))
+        self.pending.append((ticket, event, stream))
         return ticket
 
     def wait(self, stream: Stream, tickets: NDArray[np.int64]) -> None:
         """Later work of `stream` starts after all `tickets`. At most one wait per other stream."""
-        if not self._pending or self._only is stream or not tickets.size:
+        if not self.pending or self._only is stream or not tickets.size:
             return
         if int(tickets.max()) < self._first:
             return
@@ -66,14 +66,14 @@ class Fences:
     def wait_all(self, stream: Stream) -> None:
         """Later work of `stream` starts after every moment that may not have passed."""
         self._forget_passed()
-        for ticket in self.newest_of_each_stream({entry[0] for entry in self._pending}):
+        for ticket in self.newest_of_each_stream({entry[0] for entry in self.pending}):
             self.wait_one(stream, ticket)
 
     def wait_one(self, stream: Stream, ticket: Ticket) -> None:
         """`wait` for a single ticket."""
-        if ticket < self._first or not self._pending:
+        if ticket < self._first or not self.pending:
             return
-        _, event, owner = self._pending[ticket - self._first]
+        _, event, owner = self.pending[ticket - self._first]
         if isinstance(event, _Both):
             for part in event.parts:
                 self.wait_one(stream, part)
@@ -84,7 +84,7 @@ class Fences:
         """Those of `tickets` that may not have passed, and only the last of each stream."""
         newest: dict[Stream | None, Ticket] = {}
         for ticket in sorted(self._parts(tickets)):
-            newest[self._pending[ticket - self._first][2]] = ticket
+            newest[self.pending[ticket - self._first][2]] = ticket
         return list(newest.values())
 
     def join(self, before: NDArray[np.int64], ticket: Ticket) -> NDArray[np.int64] | Ticket:
@@ -93,7 +93,7 @@ class Fences:
         One for all where nothing before can still be running on another stream.
         """
         self._forget_passed()
-        if not self._pending or int(before.max(initial=0)) < self._first:
+        if not self.pending or int(before.max(initial=0)) < self._first:
             return ticket
         if not ticket:  # has passed
             return before
@@ -112,7 +112,7 @@ class Fences:
         if joint is None:
             joint = self._joint[parts] = Ticket(self._next)
             self._next += 1
-            self._pending.append((joint, _Both(parts), None))
+            self.pending.append((joint, _Both(parts), None))
             self._only = None
         return joint
 
@@ -120,8 +120,8 @@ class Fences:
         """The single moments behind `tickets` that may not have passed."""
         single: set[Ticket] = set()
         for ticket in tickets:
-            if ticket >= self._first and self._pending:
-                event = self._pending[ticket - self._first][1]
+            if ticket >= self._first and self.pending:
+                event = self.pending[ticket - self._first][1]
                 if isinstance(event, _Both):
                     single |= self._parts(set(event.parts))
                 else:
@@ -130,8 +130,8 @@ class Fences:
 
     def _forget_passed(self) -> None:
         """Each entry is asked once more than it takes: O(1), amortised."""
-        while self._pending and self._pending[0][1].done():
-            _, event, _ = self._pending.popleft()
+        while self.pending and self.pending[0][1].done():
+            _, event, _ = self.pending.popleft()
             self._first += 1
             if isinstance(event, _Both):
                 del self._joint[event.parts]

@@ -37,12 +37,24 @@ class Stream(Protocol):
         """The raw handle (`CUstream` as an integer; a serial number on the host)."""
         ...
 
+    @property
+    def deputy(self) -> Stream | None:
+        """Another stream, whose moments come after the earlier work of this one in any thread.
+
+        Only where this means each thread's own.
+        """
+        ...
+
     def record(self) -> Event:
         """Marks the present end of the queue."""
         ...
 
     def wait(self, event: Event) -> None:
         """Later work of this stream starts only after `event`. Does not block the host."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether work goes into a graph instead of to the device."""
         ...
 
     def is_idle(self) -> bool:

@@ -117,6 +117,8 @@ class SimulatedStream(ABC):
     """A stream of a host device."""
 
     __slots__ = ("__weakref__", "_handle", "simulator")
+    deputy: Final = None
+    """Every thread has the same streams."""
 
     def __init__(self, handle: int, simulator: Simulator) -> None:
         self._handle, self.simulator = handle, simulator
@@ -132,6 +134,10 @@ class SimulatedStream(ABC):
     @abstractmethod
     def submit(self, label: str, work: Callable[..., None], *args: Any) -> None:
         """Enqueues `work(*args)`."""
+
+    def is_capturing(self) -> bool:
+        """False."""
+        return False
 
     @abstractmethod
     def record(self) -> Event:

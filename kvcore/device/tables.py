@@ -45,7 +45,7 @@ class DeviceTables:
         self._ring = StagingRing(device)  # first: it has nothing to give back if the next fails
         self.memory = device.reserve(max(host.nbytes, 1), 0, grain)
         self._ready_rows = 0
-        self._last: tuple[Stream, Event] | None = None
+        self.last: tuple[Stream, Event] | None = None  # who used the table, and until when
         self._leased: list[NDArray[np.uint8]] = []  # sent, not yet sealed
         self._views: dict[int, tuple[NDArray[np.uint8], NDArray[np.int64], Int32]] = {}
         self.array: Array = self.memory.array(np.int32, host.shape)
@@ -114,16 +114,12 @@ class DeviceTables:
         for buffer in self._leased:
             self._ring.retire(buffer, event)
         self._leased.clear()
-        self._last = (stream, event)
+        self.last = (stream, event)
 
     def order_behind_last(self, stream: Stream) -> None:
         """Later work of `stream` on the table comes after all earlier work on it."""
-        if self._last is not None and not self.is_last(stream):
-            stream.wait(self._last[1])
-
-    def is_last(self, stream: Stream) -> bool:
-        """Whether nobody else used the table last."""
-        return self._last is None or self._last[0] is stream
+        if self.last is not None and self.last[0] is not stream:
+            stream.wait(self.last[1])
 
     def _back_rows(self, used_rows: int, stream: Stream) -> None:
         if used_rows <= self._ready_rows:

@@ -148,7 +148,7 @@ class TableTests(BatteryBase):
                 rig.device.fetch(array[4:], wrong, stream=rig.stream)
         with pytest.raises(ValueError, match="array"):
             rig.device.fetch(array[::2], target[:6], stream=rig.stream)
-        assert not rig.device.is_capturing(rig.stream)
+        assert not rig.stream.is_capturing()
 
     def test_wrong_tables_are_refused(self, rig):
         good, wide = rig.put(np.zeros((1, 2, 4), np.int32)), rig.put(np.zeros((1, 2, 4), np.int64))

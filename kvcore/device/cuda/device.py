@@ -268,9 +268,6 @@ class CudaDevice(CudaBeams, CudaFormats, ForeignArrays, Device):
             copy = address(target), array.data.ptr, target.nbytes, as_own(stream).native
             self.context.call("cuMemcpyDtoHAsync", *copy)
 
-    def is_capturing(self, stream: Stream) -> bool:
-        return stream.is_capturing()  # type: ignore[attr-defined,no-any-return]
-
     def from_host(self, values: NDArray[Any], target: Array, *, stream: Stream) -> None:
         on = as_own(stream)
         if values.shape != target.shape:

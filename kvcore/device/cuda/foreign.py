@@ -13,7 +13,7 @@ from kvcore.device.base import Array, Stream
 from kvcore.device.checks import check_copy, check_foreign, not_taken
 from kvcore.device.cuda.blocks import Block, allocate, graveyard_of
 from kvcore.device.cuda.blocks import view as block_view
-from kvcore.device.cuda.streams import PER_THREAD, CudaStream, as_own, check_device
+from kvcore.device.cuda.streams import CudaStream, as_own, check_device
 from kvcore.dlpack.codes import CODES, UNKNOWN_TO_NUMPY
 from kvcore.dlpack.importer import from_dlpack, from_interface
 from kvcore.dlpack.structs import CUDA, CUDA_MANAGED
@@ -43,10 +43,6 @@ class ForeignArrays:
         def stream(self, stream: object) -> Stream: ...
 
         def empty(self, shape: Any, dtype: Any, *, stream: Stream | None = None) -> Array: ...
-
-    def lasting(self, stream: Stream) -> Stream:
-        """The legacy default stream comes after the work of all per-thread ones."""
-        return self.stream(LEGACY) if stream.handle == PER_THREAD else stream
 
     @property
     def dlpack_device(self) -> tuple[int, int]:

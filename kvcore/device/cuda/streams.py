@@ -16,8 +16,9 @@ from kvcore.device.cuda.blocks import BlockPool, Graveyard
 from kvcore.device.cuda.driver import Context, check, failure
 from kvcore.errors import DriverError, wrong, wrong_type
 
+LEGACY: Final = 1
 PER_THREAD: Final = 2  # the handle of every thread's own default stream
-AMBIENT: Final = (0, 1, PER_THREAD)
+AMBIENT: Final = (0, LEGACY, PER_THREAD)
 """Handles that mean a stream of whichever context is current."""
 
 ACCEPTED: Final = (
@@ -83,6 +84,8 @@ class CudaStream:
         The device's pool of unused events.
     graveyard : Graveyard
         The device's.
+    deputy : CudaStream, optional
+        The legacy default stream, of the per-thread one: it comes after them all.
     """
 
     __slots__ = (
@@ -91,6 +94,7 @@ class CudaStream:
         "_core",
         "blocks",
         "context",
+        "deputy",
         "events",
         "handle",
         "native",
@@ -98,8 +102,15 @@ class CudaStream:
     )
 
     def __init__(
-        self, handle: int, context: Context, owner: object, events: EventPool, graveyard: Graveyard
+        self,
+        handle: int,
+        context: Context,
+        owner: object,
+        events: EventPool,
+        graveyard: Graveyard,
+        deputy: CudaStream | None = None,
     ) -> None:
+        self.deputy = deputy
         self.handle, self.context, self.owner, self.events = handle, context, owner, events
         self.native = driver.CUstream(handle)
         self._core = CoreStream.from_handle(handle)
@@ -252,8 +263,9 @@ class KnownStreams:
             return self._new(owned.handle, owned)
 
     def _new(self, handle: int, owner: object) -> CudaStream:
-        stream = CudaStream(handle, self._context, owner, self._events, self._graveyard)
-        self._known[handle] = stream
+        deputy = self.find(LEGACY) if handle == PER_THREAD else None
+        shared = self._context, owner, self._events, self._graveyard
+        stream = self._known[handle] = CudaStream(handle, *shared, deputy)
         return stream
 
     def clear(self) -> None:
