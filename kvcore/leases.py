@@ -59,7 +59,9 @@ class Lease(LeasedArray):
     __slots__ = ()
 
     def __del__(self) -> None:
-        self._entry.close()
+        entry = self._entry
+        entry.closed = True
+        entry.settle()
 
     def __repr__(self) -> str:
         state = "closed" if self._entry.closed else f"{self._entry.num_uses} arrays are out"

@@ -129,7 +129,7 @@ class Exporter:
             version = _checked_version(max_version)
             known = self._shared(version, version, self._asked(dl_device))
             self._patterns[max_version, dl_device] = known
-        return self._given(known, stream)
+        return exports().capsule(known, self._hold(stream))
 
     def old_capsule(self, *, stream: int | None = None) -> Any:
         """A capsule from before version 1 with all element types.
@@ -141,16 +141,7 @@ class Exporter:
         if known is None:
             known = self._shared(OLD, VERSION, self._view.device)
             self._patterns[OLD, ALL_TYPES] = known
-        return self._given(known, stream)
-
-    def _given(self, known: Pattern, stream: int | None) -> Any:
-        release = self._hold(stream)
-        try:
-            return exports().capsule(known, release)
-        except BaseException:
-            if release is not None:
-                release()
-            raise
+        return exports().capsule(known, self._hold(stream))
 
     def _shared(self, version: Version, codes: Version, asked: Device) -> Pattern:
         """How to share the view with consumers that take structures of `version` on a device.

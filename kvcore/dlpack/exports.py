@@ -59,20 +59,25 @@ class Exports:
             unused.
         release : callable, optional
             Called when the consumer is done, in whatever thread that happens: it must neither block
-            nor raise, and a second call must do nothing.
+            nor raise, and a second call must do nothing. Also called where there is an error.
         """
-        array = pattern.array[...]
-        capsule = array.__dlpack__(max_version=pattern.version)
-        start = self._pointer(capsule, pattern.name)
-        for place, kind, content in pattern.corrections:
-            kind.from_address(start + place).raw = content
-        for place, kind, content in pattern.axes:
-            pointer = c_void_p.from_address(start + place).value or 0
-            kind.from_address(pointer).raw = content
-        seen = weakref.ref(array, self._gone)
-        self._out[id(seen)] = seen, start + pattern.deleter, release
-        if self._ending:
-            c_void_p.from_address(start + pattern.deleter).value = self._nothing
+        try:
+            array = pattern.array[...]
+            capsule = array.__dlpack__(max_version=pattern.version)
+            start = self._pointer(capsule, pattern.name)
+            for place, kind, content in pattern.corrections:
+                kind.from_address(start + place).raw = content
+            for place, kind, content in pattern.axes:
+                pointer = c_void_p.from_address(start + place).value or 0
+                kind.from_address(pointer).raw = content
+            seen = weakref.ref(array, self._gone)
+            self._out[id(seen)] = seen, start + pattern.deleter, release
+            if self._ending:
+                c_void_p.from_address(start + pattern.deleter).value = self._nothing
+        except BaseException:
+            if release is not None:
+                release()
+            raise
         return capsule
 
     def _gone(self, seen: weakref.ref[NDArray[Any]]) -> None:

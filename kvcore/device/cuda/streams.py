@@ -168,7 +168,7 @@ class CudaStream:
 
     def is_idle(self) -> bool:
         # A default stream is several, of which the driver may ask one.
-        if self._ambient or self.is_capturing():
+        if self._ambient or any(cuStreamIsCapturing(self.native)):
             return False
         code = cuStreamQuery(self.native)[0]
         if code and code != NOT_READY:
