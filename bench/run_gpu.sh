@@ -45,6 +45,8 @@ stamp() { # the machine, without its name
 sanitize() { # sanitize TOOL: the tests in $shards parts side by side, since they run 20 times slower
     # A pooling allocator hides accesses past the end of an array: the tests switch CuPy's off.
     # Calls that fail are left out: cuda-python asks the driver for functions that it lacks.
+    # No backtraces of the host: for these the sanitizer holds Python's frames, and so whatever arrays
+    # are in them, whose leases would not end.
     local tool=$1 started=$SECONDS part status=0 pids=()
     printf '\n== %s: compute-sanitizer in %s parts\n' "$tool" "$shards"
     "$python" -m pytest -q --collect-only -p no:cacheprovider -m "not no_sanitizer" "$sanitized" |
@@ -52,7 +54,7 @@ sanitize() { # sanitize TOOL: the tests in $shards parts side by side, since the
     for ((part = 0; part < shards; part++)); do
         awk -v n="$shards" -v part="$part" 'NR % n == part' "$out/$tool.tests" >"$out/$tool.$part"
         KVCORE_SANITIZED=1 timeout --kill-after=10 "$limit" compute-sanitizer --tool "$tool" \
-            --error-exitcode 99 --report-api-errors no \
+            --error-exitcode 99 --report-api-errors no --show-backtrace device \
             "$python" -m pytest -q -p no:cacheprovider "@$out/$tool.$part" \
             >"$out/$tool.$part.log" 2>&1 &
         pids+=($!)
