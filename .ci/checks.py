@@ -13,7 +13,7 @@ REQUIRED = ("tests.test_architecture", "tests.test_kernel_compile", "tests.test_
 
 DATA = (".cu", ".cuh", ".safetensors", ".py", ".typed")
 EXCUSES = re.compile(
-    "needs a (second )?GPU|of free device memory|needs the Mooncake traces|needs tensorflow"
+    "needs a (second )?GPU|of free device memory|needs the Mooncake traces|needs tensorflow|needs tinygrad"
 )
 """What a machine may lack. TensorFlow is larger than everything else together."""
 
