@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcore.checks import as_tuple
 from kvcore.device.base import Device, Memory, PageStack
 from kvcore.errors import wrong
 from kvcore.layout import Layout, page_geometry
@@ -21,7 +22,8 @@ class PageStacks:
     def get(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
         """A stack and its layer group. O(1) but for the first time.
 
-        Raises `ValueError` for unknown or opaque buffers, or if they differ in group or geometry.
+        Raises `ValueError` for unknown or opaque buffers, or if they differ in group or geometry,
+        `TypeError` for roles that are no text.
         """
         try:
             found = self._made.get((layers, roles))
@@ -34,6 +36,7 @@ class PageStacks:
     def _make(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
         if not layers or not roles:
             raise wrong("layers, roles", "at least one of each", (layers, roles))
+        roles = as_tuple("roles", roles, str, "a role")
         places = [self._layout.place(layer, role) for layer in layers for role in roles]
         shapes = {page_geometry(place, self._layout.tokens_per_block) for place in places}
         groups = {place.layer_group for place in places}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvcore as k
+from kvcore.dlpack.exports import exports
 from kvcore.lease_book import MOST_PARTS, LeaseEntry
 from tests.helpers import opened, row, typed_manager
 
@@ -125,4 +126,20 @@ def test_what_was_leased_before_is_known_within_bounds():
                 m.lease(0, "key", pages=range(start, min(stop, 62))).close()
         assert len(m._runtime.leases._parts) <= MOST_PARTS, run
     first.close()
+    m.shutdown()
+
+
+@pytest.mark.parametrize("call", ["__dlpack__", "old_capsule"])
+def test_a_capsule_that_cannot_be_made_is_no_use(call, monkeypatch):
+    def planted(*_):
+        raise MemoryError("planted")
+
+    m = typed_manager()
+    lease = m.lease(0, "key")
+    with monkeypatch.context() as patch:
+        patch.setattr(exports(), "_pointer", planted)
+        with pytest.raises(MemoryError, match="planted"):
+            getattr(lease, call)()
+    assert lease.num_arrays == 0
+    lease.close()
     m.shutdown()

@@ -341,3 +341,20 @@ def test_what_is_handed_back_while_passed_work_is_forgotten_counts(monkeypatch):
     s.m.lease(0, "key", stream=s.s2)
     behind = [stream for stream, _ in s.m._runtime.streams._behind]
     assert behind == [s.consumer, s.other]
+
+
+def test_pages_of_a_captured_stream_are_handed_to_nobody_before_any_sequence(monkeypatch):
+    """There is no stream of kvcore's then: the only one to be asked is the consumer's."""
+    device = HostDevice(deferred=True, seed=3)
+    m, consumer, other = typed_manager(device=device), *(device.create_stream() for _ in "ab")
+    m.lease(0, "key", stream=consumer)
+    lease = m.lease(0, "key")
+    with monkeypatch.context() as patch:
+        patch.setattr(DeferredStream, "is_capturing", lambda self: self is consumer)
+        patch.setattr(DeferredStream, "is_idle", lambda self: False)
+        with pytest.raises(k.StateError, match="a graph is being captured"):
+            lease.acquire(other)
+    assert not other.queue
+    assert not lease._entry.streams
+    lease.acquire(other)
+    assert not m._runtime.leases.owed

@@ -117,6 +117,8 @@ BATCH = [
     ("layer, role: expected an int", lambda b: b.append([[1]], {"key": PAIR})),
     ("roles: expected a sequence", lambda b: b.gather(0, "key")),
     (r"roles\[0\]: expected a role", lambda b: b.gather(0, [PAIR])),
+    (r"roles\[1\]: expected a role, got int", lambda b: b.gather(0, ("key", 2))),
+    (r"roles\[0\]: expected a role, got list", lambda b: b.gather(0, (["key"],))),
     ("out: expected a sequence", lambda b: b.gather(0, out=3)),
     ("out: expected 2 arrays", lambda b: b.gather(0, out=[PAIR])),
     ("layout: expected a str", lambda b: b.csr_pages(0, layout=PAIR)),

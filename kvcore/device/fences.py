@@ -36,9 +36,6 @@ class Fences:
         self._joint: dict[tuple[Ticket, ...], Ticket] = {}  # of pending joint tickets
         self._only: Stream | None = None  # the stream of all pending entries, if it is one
 
-    def __len__(self) -> int:
-        return len(self.pending)
-
     def record(self, stream: Stream) -> Ticket:
         """A ticket for the present end of `stream`; `NO_TICKET` if that has already passed."""
         event = stream.record()

@@ -117,6 +117,23 @@ def test_each_threads_own_stream_is_another_one(rig, orders, monkeypatch):
     end(manager, kv)
 
 
+def test_what_each_threads_own_stream_leaves_behind_is_the_legacy_ones(rig):
+    """A copy forgets nobody who came before on any such stream; a lease for one keeps it."""
+    m, kv = opened_manager(rig)
+    legacy = rig.device.stream(1)
+    lease, given = m.lease(0, "key"), m.lease(0, "key", stream=2)
+    capsules = [its.__dlpack__(stream=2) for its in (lease, given)]
+    lease.__dlpack__(stream=2, copy=True)
+    assert lease._entry.streams == {legacy: False}
+    capsules.clear()
+    m.get_storage_statistics()
+    assert lease._entry.streams == {}
+    given.release()
+    assert list(given._entry.streams) == [legacy]
+    lease.close(), given.close()
+    end(m, kv)
+
+
 def test_errors_of_a_lease_are_told_where_an_array_is_taken(rig, monkeypatch):
     manager, kv = opened_manager(rig)
     lease, other = manager.lease(0, "key"), rig.device.create_stream()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
 from kvcore_adapters import for_dlpack
 
 from kvcore.device.cuda import CudaDevice, device_count
+from kvcore.device.cuda.streams import OwnedStream
 from kvcore.device.host import HostDevice
 from kvcore.errors import DriverError
 from tests.emulated import driver
@@ -199,6 +201,41 @@ def test_idle_streams(device):
     with pytest.raises(DriverError, match="cuStreamQuery failed with 999"):
         stream.is_idle()
     assert [device.stream(handle).is_idle() for handle in (0, 1, 2)] == [False] * 3
+    driver.switch("capturing", True)
+    assert not stream.is_idle()
+    driver.switch("capturing", False)
+    assert stream.is_idle()
+
+
+def test_the_legacy_default_stream_stands_for_each_threads_own(device, other):
+    for its in (device, other):
+        own, legacy, ours = its.stream(2), its.stream(1), its.create_stream()
+        assert own.deputy is legacy
+        assert [stream.deputy for stream in (legacy, its.stream(0), ours)] == [None] * 3
+        assert legacy.context is its.context
+    gone = weakref.ref(device.stream(2)), weakref.ref(device.stream(1))
+    del own, legacy, its
+    gc.disable()
+    try:
+        device.close()
+        assert [stream() for stream in gone] == [None, None]  # without the collector
+    finally:
+        gc.enable()
+
+
+def test_a_new_stream_may_get_the_handle_of_one_that_is_gone(device, monkeypatch):
+    """Which was somebody else's, and is still among those that are found at once."""
+    handle = int(device.context.call("cuStreamCreate", 0))
+    gone = device.stream(handle)
+
+    def same(its, context, graveyard):
+        its._graveyard, its.handle = graveyard, handle
+
+    monkeypatch.setattr(OwnedStream, "__init__", same)
+    new = device.create_stream()
+    assert new is not gone
+    assert new.blocks is not gone.blocks
+    assert device.stream(handle) is device.stream(Protocol(handle)) is new
 
 
 def test_failed_launches_are_told(device):
