@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Int32 = NDArray[np.int32]
 
 STARTS, ENDS = 1, 2
+INT32: Final = np.dtype(np.int32)
 
 
 class CsrPages(NamedTuple):
@@ -365,7 +366,7 @@ class Formats(BlockOffsets):
             for i, array in enumerate(given)
         ]
         for i, array in enumerate(arrays):
-            if array.dtype != np.int32 or not array.flags.c_contiguous:
+            if array.dtype != INT32 or not array.flags.c_contiguous:
                 got = f"{array.dtype} {list(array.shape)} with strides {array.strides}"
                 raise wrong(f"out[{i}]", "a C-contiguous array of dtype int32", got)
         shape, low, high = arrays[2].shape, self.num_rows, self.max_rows
