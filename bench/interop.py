@@ -32,6 +32,17 @@ def open_manager() -> k.KVCacheManager:
     return k.KVCacheManager(config)
 
 
+def put_to_use(manager: k.KVCacheManager) -> k.KVCache:
+    """A sequence on a stream of its own, whose work every consumer waits for."""
+    device = manager.device
+    kv = manager.create_kv_cache()
+    if not kv.resume(None if device.kind == "host" else device.create_stream()) or not kv.resize(
+        16
+    ):
+        raise RuntimeError("out of pages")
+    return kv
+
+
 def own_array(manager: k.KVCacheManager) -> Any:
     """An array of the device's own library, of as many axes."""
     return manager.device.empty((8, 16, 8, 128), np.float16)
@@ -42,14 +53,16 @@ def bench_torch() -> Iterator[Case | Result]:
         return
     import torch
 
-    manager = open_manager()
+    manager, used = open_manager(), open_manager()
     if manager.device.kind == "cuda" and not torch.cuda.is_available():
         return
     own, lease = own_array(manager), manager.lease(0, "key")
+    kv = put_to_use(used)
     kind = manager.device.kind
     calls = {
         "lease, torch's import, drop": lambda: _taken(torch.from_dlpack, manager),
         "torch's import of an open lease, drop": lambda: bool(torch.from_dlpack(lease).dim()),
+        "the lease beside a sequence": lambda: _taken(torch.from_dlpack, used),
     }
     for name, call in calls.items():
         yield Case(
@@ -60,6 +73,7 @@ def bench_torch() -> Iterator[Case | Result]:
             bar=BAR,
             calls=CALLS,
         )
+    kv.close()
 
 
 def _taken(from_dlpack: Callable[[Any], Any], manager: k.KVCacheManager) -> bool:
@@ -71,11 +85,21 @@ def bench_jax() -> Iterator[Result]:
         return
     import jax
 
-    manager = open_manager()
+    manager, used = open_manager(), open_manager()
     kind = manager.device.kind
     if kind == "cuda" and jax.default_backend() != "gpu":
         return
-    own, take = own_array(manager), jax.numpy.from_dlpack
+    kv = put_to_use(used)
+    yield from above_jax(manager, "lease", kind)
+    yield from above_jax(used, "lease beside a sequence", kind)
+    kv.close()
+
+
+def above_jax(manager: k.KVCacheManager, name: str, kind: str) -> Iterator[Result]:
+    """What a lease of a pool takes, and how much of that is not JAX's import."""
+    from jax.numpy import from_dlpack as take
+
+    own = own_array(manager)
     rounds = [
         [
             measure(call, calls=CALLS // ROUNDS, warmup=32).median
@@ -89,14 +113,14 @@ def bench_jax() -> Iterator[Result]:
     ours, rival = np.median(rounds, axis=0).tolist()
     above = float(np.median([one - other for one, other in rounds]))
     yield Result(
-        name=f"lease, JAX's import, drop ({kind})",
+        name=f"{name}, JAX's import, drop ({kind})",
         value=ours,
         unit="µs",
         ratio=rival / ours,
         against=f"JAX's import of an own array, {rival:.1f} µs",
     )
     yield Result(
-        name=f"lease, JAX's import, drop, above JAX's import of an own array ({kind})",
+        name=f"{name}, JAX's import, drop, above JAX's import of an own array ({kind})",
         value=above,
         unit="µs",
         bar=BAR,

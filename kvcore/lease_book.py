@@ -208,14 +208,19 @@ class LeaseBook:
         runtime = self._runtime
         if self.idle:
             self._part_with_idle(None if named else entry)
+        looked = False  # for captures: once is enough
         if self.owed and (len(self.owed) > 1 or stream not in self.owed):
             self._put_behind_owed(stream)
+            looked = True
         if stream.deputy is not None or not runtime.streams.alone(stream):
-            self._refuse_capture([stream])
+            if not looked:
+                self._refuse_capture([stream])
             runtime.streams.hand_over(stream)
+            looked = True
         tables = runtime.tables
         if tables is not None and tables.last is not None and tables.last[0] is not stream:
-            self._refuse_capture([stream])
+            if not looked:
+                self._refuse_capture([stream])
             tables.order_behind_last(stream)
         lasting = stream.deputy or stream
         if named or entry.streams.get(lasting) is None:
@@ -225,8 +230,8 @@ class LeaseBook:
         """Later work of `stream` comes after that of consumers that are gone."""
         owed = self.owed.copy()
         # Not even asked under capture, which would end by that; and all or none.
-        if stream.is_capturing() or len(owed) > 1 or len(self._runtime.streams.known) > 1:
-            self._refuse_capture([stream, *owed])
+        if len(owed) > 1 or len(self._runtime.streams.known) > 1 or stream.is_capturing():
+            self._refuse_capture([stream] if len(owed) == 1 else [stream, *owed])
         for other, moment in owed.items():
             if other is stream:
                 continue
@@ -288,9 +293,9 @@ class LeaseBook:
     def _part_with_idle(self, taken: LeaseEntry | None = None) -> None:
         """Owes the streams of idle entries, and no longer the entries themselves.
 
-        `taken` is one whose next array is counted, and not handed over yet.
-        What was taken anew since then may still be worked on: its streams are not forgotten. An
-        entry leaves last: other threads look here before they take the lock.
+        What was taken anew since then may still be worked on: its streams are not forgotten; but
+        for `taken`, whose next array is counted already, and not handed over yet. An entry leaves
+        last: other threads look here before they take the lock.
         """
         for moment, entry in self.idle.copy().items():
             entry.waits = False  # what is dropped from here on comes again

@@ -59,7 +59,7 @@ class Lease(LeasedArray):
     __slots__ = ()
 
     def __del__(self) -> None:
-        entry = self._entry
+        entry = self._entry  # as its `close` does; most leases end here
         entry.closed = True
         entry.settle()
 

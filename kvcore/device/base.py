@@ -143,8 +143,7 @@ class Device(BeamOperations, PathOperations, FormatOperations):
         """A dense copy on another device, made on `stream`, which is one of this device.
 
         The stream there whose handle is `consumer` waits for it, so that the copy's memory is not
-        freed before, either. Raises `BufferError` where no such
-        copy can be made.
+        freed before, either. Raises `BufferError` where no such copy can be made.
         """
         own = self.dlpack_device
         raise BufferError(f"memory of device {own} cannot be copied to {place} here")
