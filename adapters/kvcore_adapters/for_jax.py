@@ -88,6 +88,10 @@ def array(lease: Exporter) -> Any:
         if reason is None:
             raise
         raise BufferError(reason) from error
+    if view.device[0] in HOST_KINDS:
+        # JAX's own thread, done with a copy, needs Python's lock to let go of the lease; asked for
+        # the address of what is not ready, JAX would wait for that and keep the lock.
+        found.block_until_ready()
     moved = view.size and found.unsafe_buffer_pointer() != view.address
     if moved or found.dtype.name != view.dtype:
         text = "JAX made a copy, which would never see what kvcore writes"
@@ -194,6 +198,8 @@ class JaxPools:
         if isinstance(leaf, np.ndarray):
             place = leaf.ctypes.data
         elif isinstance(leaf, jax.Array) and leaf.size and len(leaf.devices()) == 1:
+            if self._stream is None:
+                leaf.block_until_ready()  # see `array`
             place = leaf.unsafe_buffer_pointer()
         else:
             return False
