@@ -93,7 +93,7 @@ def pointer(its: Any) -> int:
         return its.ctypes.data
     if hasattr(its, "data_ptr"):
         return its.data_ptr()
-    return its.unsafe_buffer_pointer()
+    return its.block_until_ready().unsafe_buffer_pointer()  # JAX may still be copying
 
 
 def bits_of(its: Any) -> np.ndarray:

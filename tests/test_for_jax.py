@@ -91,6 +91,26 @@ def test_what_jax_would_copy_is_refused():
         array(closed)
 
 
+def test_jax_never_sees_what_it_would_copy(monkeypatch):
+    """It would do so in its own time, and a whole pool; asking for the copy's address can hang."""
+    wide = typed_manager(slots=64, layers=2, dtype="int64").lease(layer_group=0)
+    odd = typed_manager(layers=1, heads=1, dim=3, T=1).lease(0, "key", pages=range(1, 2))
+    came = []
+
+    def from_dlpack(its):
+        came.append(its.__dlpack__())
+
+    monkeypatch.setattr(jax.numpy, "from_dlpack", from_dlpack)
+    for lease in (wide, odd):
+        with pytest.raises(BufferError, match=r"JAX would (convert int64|copy: 0x)"):
+            array(lease)
+        assert not came
+        assert lease.num_arrays == 0
+        lease.close()
+        with pytest.raises(k.StateError, match="is closed"):
+            array(lease)
+
+
 @jax.jit
 def read_tokens(pages, indices):
     (pool,) = pages

@@ -52,7 +52,9 @@ class _Given:
         return self._lease.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
-        return self._lease.old_capsule(stream=stream)
+        capsule = self._lease.old_capsule(stream=stream)
+        _refuse_copies(self._lease.view)
+        return capsule
 
 
 def array(lease: Exporter) -> Any:
@@ -88,28 +90,31 @@ def array(lease: Exporter) -> Any:
         if reason is None:
             raise
         raise BufferError(reason) from error
-    if view.device[0] in HOST_KINDS:
-        # JAX's own thread, done with a copy, needs Python's lock to let go of the lease; asked for
-        # the address of what is not ready, JAX would wait for that and keep the lock.
-        found.block_until_ready()
-    moved = view.size and found.unsafe_buffer_pointer() != view.address
-    if moved or found.dtype.name != view.dtype:
-        text = "JAX made a copy, which would never see what kvcore writes"
-        raise BufferError(_refusal(view) or text)
+    converted = found.dtype.name != view.dtype
+    if converted or (view.size and found.unsafe_buffer_pointer() != view.address):
+        raise BufferError("JAX made a copy, which would never see what kvcore writes")
     return found
 
 
+def _refuse_copies(view: ArrayView) -> None:
+    """What JAX would convert or copy: a whole pool, and with a thread of its own.
+
+    Done with that, the thread needs Python's lock to let go of the lease. Who asks for the address
+    of the result meanwhile has the lock and waits for the thread, for ever.
+    """
+    if view.dtype.endswith("64") and not jax.config.jax_enable_x64:
+        raise BufferError(f"JAX would convert {view.dtype} unless jax_enable_x64 is on")
+    if view.device[0] in HOST_KINDS and view.address % ALIGNMENT and view.size:
+        raise BufferError(f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}")
+
+
 def _refusal(view: ArrayView) -> str | None:
-    """Why JAX can't share a view. Asked when it did not: the answer takes longer than a lease."""
+    """Why JAX did not take a view. Asked when it did not: the answer takes longer than a lease."""
     if not view.is_contiguous:
         text = f"shape {view.shape} with strides {view.strides}"
         return f"JAX takes no gaps: {text}; lease the pool with layer_group="
-    if view.dtype.endswith("64") and not jax.config.jax_enable_x64:
-        return f"JAX would convert {view.dtype} unless jax_enable_x64 is on"
     if view.dtype.startswith("float4"):
         return "JAX has no packed float4; take lease.bits() and unpack inside jit"
-    if view.size and view.device[0] in HOST_KINDS and view.address % ALIGNMENT:
-        return f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}"
     return None
 
 
@@ -199,7 +204,7 @@ class JaxPools:
             place = leaf.ctypes.data
         elif isinstance(leaf, jax.Array) and leaf.size and len(leaf.devices()) == 1:
             if self._stream is None:
-                leaf.block_until_ready()  # see `array`
+                leaf.block_until_ready()  # see `_refuse_copies`
             place = leaf.unsafe_buffer_pointer()
         else:
             return False
