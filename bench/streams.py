@@ -44,10 +44,10 @@ class Pair:
         for repeat in range(-3, 20):
             self._delay(self.compute, 1, 1, 1, 4_000_000)  # the host gets ahead
             self._call("cuEventRecord", self._start, self.compute.native)
-            self.other.wait(self.compute.record())
+            self.other.follow(self.compute)
             compute()
             other()
-            self.compute.wait(self.other.record())
+            self.compute.follow(self.other)
             self._call("cuEventRecord", self._end, self.compute.native)
             self.compute.synchronize()
             if repeat >= 0:
@@ -97,7 +97,7 @@ def bench_events(device: Any) -> Results:
         rival = bench.host(lambda: taken.wait_event(theirs))
         yield latency("host: wait", wait, "CuPy's wait_event", rival, WAIT_BAR)
         yield latency("host: record and done", bench.host(lambda: stream.record().done()))
-        hand_over = bench.warm(lambda: (other.wait(stream.record()), stream.wait(other.record())))
+        hand_over = bench.warm(lambda: (other.follow(stream), stream.follow(other)))
         yield latency("device: to another stream and back", hand_over)
         cupy_stream = cupy.cuda.Stream(non_blocking=True)
         yield latency("host: stream of CuPy", bench.host(lambda: device.stream(cupy_stream)))

@@ -134,7 +134,7 @@ class Batch(BeamBatch, Formats):
             starts, ends = self._parts[STARTS], self._parts[ENDS]
             before, self._step = self._step, None  # until everything below is enqueued
             if before is not None and before.last is not on:
-                on.wait(before.last.record())  # the step before still reads the staging
+                on.follow(before.last)  # the step before still reads the staging
             runtime.streams.lend(sequences, on)
             seqs = runtime.control.seqs
             try:
@@ -364,7 +364,7 @@ class Batch(BeamBatch, Formats):
                     "changed since prepare(); prepare the step again"
                 )
             if on is not step.last:
-                on.wait(step.last.record())
+                on.follow(step.last)
             streams.lend(step.sequences, on)
             step.changes, step.loans, step.last = seqs.changes, streams.changes, on
         return on

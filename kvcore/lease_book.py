@@ -236,8 +236,9 @@ class LeaseBook:
             if other is stream:
                 continue
             if not other.is_idle():
-                self._refuse_capturing(other)
-                stream.wait(other.record())
+                if other.is_capturing():
+                    raise _captured(other)
+                stream.follow(other)
             elif self.owed.get(other) is moment:  # nobody has to wait for it
                 del self.owed[other]
 
@@ -315,17 +316,9 @@ class LeaseBook:
         Of those that would wait or be awaited: without `streams`, none.
         """
         if streams:
-            for stream in streams:
-                self._refuse_capturing(stream)
-            for stream in self._runtime.streams.working():
-                self._refuse_capturing(stream)
-
-    def _refuse_capturing(self, stream: Stream) -> None:
-        if stream.is_capturing():
-            raise StateError(
-                f"a graph is being captured from {stream!r}: events of other streams cannot be "
-                "part of it; take leases and hand them over and back outside of the capture"
-            )
+            for stream in [*streams, *self._runtime.streams.working()]:
+                if stream.is_capturing():
+                    raise _captured(stream)
 
     def refuse(self, call: str) -> None:
         """Raises `LeaseInUse`, which names a lease, if there is any."""
@@ -336,3 +329,10 @@ class LeaseBook:
         runtime = self._runtime
         tables = [] if runtime.tables is None else [runtime.tables.memory]
         return [*(memory for pool in runtime.pools for memory in pool), *tables]
+
+
+def _captured(stream: Stream) -> StateError:
+    return StateError(
+        f"a graph is being captured from {stream!r}: events of other streams cannot be part of it; "
+        "take leases and hand them over and back outside of the capture"
+    )

@@ -44,7 +44,7 @@ class Streams:
         if before is stream:
             return
         if before is not None:
-            stream.wait(before.record())
+            stream.follow(before)
         self._seqs.stream[sequence] = self._number_of(stream)
         self.changes += 1
 
@@ -105,7 +105,7 @@ class Streams:
             if holder is None or holder is stream:
                 continue
             if holder not in behind:
-                stream.wait(holder.record())
+                stream.follow(holder)
                 behind.add(holder)
             if owner is stream:
                 del self._lent[sequence]
@@ -120,7 +120,7 @@ class Streams:
             return
         owner = self.of(sequence)
         if owner is not None:
-            owner.wait(lent.record())
+            owner.follow(lent)
         del self._lent[sequence]
         self.changes += 1
 
@@ -131,10 +131,12 @@ class Streams:
         for other in self.working():
             other = other.deputy or other
             if other is not stream:
-                stream.wait(other.record())
-        self._fences.wait_all(stream)
-        self._forget_passed()
-        self._wait_behind(stream)
+                stream.follow(other)
+        if self._fences.pending:
+            self._fences.wait_all(stream)
+        if self._behind:
+            self._forget_passed()
+            self._wait_behind(stream)
 
     def hand_back(self, stream: Stream) -> None:
         """All later work on any page comes after what `stream` has enqueued so far."""
@@ -154,16 +156,15 @@ class Streams:
         """Whether all work on pages is that of `stream`, so that there is nothing to wait for."""
         if self._fences.pending or self._lent:
             return False
-        for other in self.known:
-            if other is not None and other is not stream:
-                return False
+        if len(self.known) > 2 or self.known[-1] not in (None, stream):
+            return False
         if self._behind and not stream.is_capturing():  # or it would end by that
             self._forget_passed()
         return not self._behind
 
     def working(self) -> list[Stream]:
         """The streams that sequences are bound or lent to."""
-        known = [stream for stream in self.known if stream is not None]
+        known: list[Stream] = self.known[1:]  # type: ignore[assignment]
         return known if not self._lent else list(dict.fromkeys([*known, *self._lent.values()]))
 
     def _wait_behind(self, stream: Stream) -> None:

@@ -93,7 +93,7 @@ class Produced(Exporter):
         on, its = self._stream_of(stream), self._stream.deputy or self._stream
         if on is None or on is its:  # which comes after itself in both directions
             return None
-        on.wait(its.record())
+        on.follow(its)
         loan = _Loan(self.view.owner, self._stream, on.deputy or on)
         return partial(_ended(self._device).append, loan)
 
@@ -138,7 +138,7 @@ def _take_back(device: Device) -> None:
         while (loan := _first(ended)) is not None:
             kept.append(loan)
             if not (loan.stream.is_capturing() or loan.consumer.is_capturing()):
-                loan.stream.wait(loan.consumer.record())
+                loan.stream.follow(loan.consumer)
                 kept.pop()
     finally:
         ended.extend(kept)

@@ -53,6 +53,10 @@ class Stream(Protocol):
         """Later work of this stream starts only after `event`. Does not block the host."""
         ...
 
+    def follow(self, other: Stream) -> None:
+        """Later work of this stream starts only after what `other` has enqueued so far."""
+        ...
+
     def is_capturing(self) -> bool:
         """Whether work goes into a graph instead of to the device."""
         ...

@@ -16,7 +16,7 @@ from random import Random
 from threading import RLock
 from typing import Any, Final, NamedTuple
 
-from kvcore.device.base import Event
+from kvcore.device.base import Event, Stream
 from kvcore.errors import StateError, wrong, wrong_type
 
 PACES: Final = (1, 8, 64, 512)
@@ -147,6 +147,10 @@ class SimulatedStream(ABC):
     def wait(self, event: Event) -> None:
         """Holds later work until `event`, which must be of the same device, or a `Gate`."""
 
+    def follow(self, other: Stream) -> None:
+        """Holds later work until what `other` has enqueued so far is done."""
+        self.wait(other.record())
+
     @abstractmethod
     def is_idle(self) -> bool:
         """Whether the queue is empty."""
@@ -244,7 +248,7 @@ class Simulator:
     >>> simulator = Simulator(deferred=True, seed=3)
     >>> first, second = simulator.create_stream(), simulator.create_stream()
     >>> first.submit("write", print, "written")
-    >>> second.wait(first.record())
+    >>> second.follow(first)
     >>> second.submit("read", print, "read")
     >>> simulator.drain()
     written

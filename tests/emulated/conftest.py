@@ -66,7 +66,11 @@ def orders(monkeypatch):
         found.append((self.handle, event._stream.handle))
         real(self, event)
 
+    def follow(self, other):  # in two steps
+        self.wait(other.record())
+
     monkeypatch.setattr(CudaStream, "wait", wait)
+    monkeypatch.setattr(CudaStream, "follow", follow)
     return found
 
 

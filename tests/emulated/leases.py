@@ -138,7 +138,7 @@ def test_errors_of_a_lease_are_told_where_an_array_is_taken(rig, monkeypatch):
     manager, kv = opened_manager(rig)
     lease, other = manager.lease(0, "key"), rig.device.create_stream()
     with monkeypatch.context() as patch:
-        patch.setattr(CudaStream, "wait", planted)
+        patch.setattr(CudaStream, "follow", planted)
         for stream in (None, other):
             with pytest.raises(DriverError, match="planted"):
                 rig.device.as_array(lease, stream=stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -128,6 +129,8 @@ def test_what_is_no_stream_of_this_device(device, other):
         device.fill_words(words, 1, stream=host.default_stream)
     with pytest.raises(TypeError, match="event"):
         device.create_stream().wait(host.default_stream.record())
+    with pytest.raises(TypeError, match="other: expected a stream of a cuda device"):
+        device.create_stream().follow(host.default_stream)
 
 
 def test_events_are_used_again(device):
@@ -150,6 +153,26 @@ def test_an_event_serves_other_devices(device, other):
     here.wait(there.record())
 
 
+@pytest.mark.parametrize("handles", [(None, None), (1, None), (None, 1), (2, None), (0, 2)])
+@pytest.mark.parametrize("current", [None, 0])
+def test_a_stream_follows_another_without_an_event_of_its_own(device, handles, current):
+    first, second = (
+        device.create_stream() if handle is None else device.stream(handle) for handle in handles
+    )
+    driver.make_current(current)
+    first.follow(second)  # perhaps with the first event of all
+    before = driver.counts().events
+    for _ in range(100):
+        first.follow(second)
+    assert driver.counts().events == before
+    for call, handle in (("cuStreamWaitEvent", handles[0]), ("cuEventRecord", handles[1])):
+        again = current == 0 or handle is None  # in the context: a driver may want that
+        failure = nullcontext() if again else pytest.raises(DriverError, match=f"{call} failed")
+        driver.fail(call, 1)
+        with failure:
+            first.follow(second)
+
+
 def test_failed_records_are_told(device):
     stream = device.create_stream()
     driver.fail("cuEventCreate", 1)
@@ -160,6 +183,7 @@ def test_failed_records_are_told(device):
     assert stream.record().done()  # tried once more, in the context: a driver may want that
     driver.fail("cuStreamWaitEvent", 1)
     stream.wait(device.stream(0).record())
+    driver.make_current(None)
     driver.fail("cuEventRecord", 1)
     with pytest.raises(DriverError, match="cuEventRecord failed with 999"):
         device.stream(0).record()

@@ -88,6 +88,25 @@ def test_a_wait_holds_the_other_stream_back(rig, waits):
     assert set(rig.get(copy)[0].tolist()) == {2 if waits else 1}
 
 
+@pytest.mark.parametrize(
+    ("follower", "followed"), [(None, None), (0, None), (1, None), (2, None), (None, 1), (None, 2)]
+)
+def test_a_stream_follows_another(rig, follower, followed):
+    first, second = (
+        rig.device.create_stream() if handle is None else rig.device.stream(handle)
+        for handle in (follower, followed)
+    )
+    words, copy = (rig.put(np.zeros(1 << 20, np.int32)) for _ in range(2))
+    rig.stream.synchronize()
+    with held(rig.device, second):
+        rig.device.fill_words(words, 1, stream=second)
+        first.follow(second)
+        rig.device.copy(words, copy, stream=first)
+        assert not first.record().done()
+    first.synchronize()
+    assert set(rig.get(copy).tolist()) == {1}
+
+
 def test_a_freed_slot_goes_on_behind_its_event(rig):
     """The old owner's write is still to come when the new owner's is enqueued; the new one wins."""
     stack = Stack.one_pool(rig, geometry())

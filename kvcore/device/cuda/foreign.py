@@ -148,7 +148,7 @@ class ForeignArrays:
         except (BufferError, RuntimeError, ValueError) as error:
             raise not_taken(name, EXPECTED, values, str(error)) from error
         if producer is not None and stream is not None:
-            stream.wait(self.stream(producer).record())
+            stream.follow(self.stream(producer))
         return view
 
 

@@ -33,7 +33,7 @@ class SentLists:
             room = self._device.empty(size, np.int32, stream=own)
         listed = room[: ids.size].reshape(ids.shape)
         self._device.from_host(ids, listed, stream=own)
-        stream.wait(own.record())
+        stream.follow(own)
         return listed, room
 
     def retire(self, room: Array, stream: Stream) -> None:

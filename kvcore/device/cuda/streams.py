@@ -8,10 +8,10 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from cuda.bindings import driver
-from cuda.bindings.driver import cuCtxGetCurrent, cuEventRecord, cuStreamIsCapturing, cuStreamQuery
+from cuda.bindings.driver import cuCtxGetCurrent, cuStreamIsCapturing, cuStreamQuery
 from cuda.core import Stream as CoreStream
 
-from kvcore.device.base import Event
+from kvcore.device.base import Event, Stream
 from kvcore.device.cuda.blocks import BlockPool, Graveyard
 from kvcore.device.cuda.driver import Context, check, failure
 from kvcore.errors import DriverError, wrong, wrong_type
@@ -137,13 +137,8 @@ class CudaStream:
             native = None
         if native is None:
             return CudaEvent(self._record_in_context(None), self)
-        if self._ambient:
-            if cuCtxGetCurrent()[1] != self.context.handle:
-                return CudaEvent(self._record_in_context(native), self)
-            error = cuEventRecord(native.handle, self.native)[0]
-            if error:
-                raise failure("cuEventRecord", int(error))
-            return CudaEvent(native, self)
+        if self._ambient and not self._is_here():
+            return CudaEvent(self._record_in_context(native), self)
         try:
             self._core.record(native)
         except Exception:  # a driver that wants the context current, or an error to name
@@ -155,13 +150,32 @@ class CudaStream:
             raise wrong_type("event", "an event recorded on a stream of a cuda device", event)
         if event._passed:
             return
-        if not self._ambient:
+        if not self._ambient or self._is_here():
             try:
                 self._core.wait(event._native)
                 return
             except Exception:  # as in record
                 pass
         self.context.call("cuStreamWaitEvent", self.native, event._native.handle, 0)
+
+    def follow(self, other: Stream) -> None:
+        if not isinstance(other, CudaStream):
+            raise wrong_type("other", "a stream of a cuda device", other)
+        usual = not (self._ambient or other._ambient) or self._is_here()
+        if usual and other.context is self.context:
+            try:
+                native = self.events.pop()
+                other._core.record(native)
+                self._core.wait(native)
+                self.events.append(native)
+                return
+            except Exception:  # no event in the pool; or as in record
+                pass
+        self.wait(other.record())
+
+    def _is_here(self) -> bool:
+        """Whether the context is current, in which a default stream is that of the device."""
+        return bool(cuCtxGetCurrent()[1] == self.context.handle)
 
     def synchronize(self) -> None:
         self.context.call("cuStreamSynchronize", self.native)
@@ -180,7 +194,7 @@ class CudaStream:
 
         Also while the legacy default stream must not be used, as another one's capture forbids.
         """
-        if self._ambient and cuCtxGetCurrent()[1] != self.context.handle:
+        if self._ambient and not self._is_here():
             with self.context.current():
                 error, status = cuStreamIsCapturing(self.native)
         else:
