@@ -10,8 +10,11 @@ import pytest
 
 import kvcore as k
 from kvcore.device.host import HostDevice
+from kvcore.dlpack.exporter import Exporter
+from kvcore.dlpack.view import view_of
 from kvcore.layer_config import DTYPE_BITS, array_type
 from tests.helpers import opened, row, typed_manager
+from tests.interop_matrix import dense_bits
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - needs jax
@@ -62,6 +65,16 @@ def test_a_pool_is_an_array_of_its_type_in_place(dtype):
     np.testing.assert_array_equal(pages.view(new.dtype), new[1])
 
 
+def test_complex_numbers_are_shared_as_wide_as_jax_has_them():
+    for dtype, taken in (("complex64", True), ("complex128", False)):
+        its = Exporter(view_of(dense_bits(dtype, (3, 4))))
+        if taken:
+            np.testing.assert_array_equal(array(its), its.view.numpy())
+        else:
+            with pytest.raises(BufferError, match="JAX would convert complex128"):
+                array(its)
+
+
 def test_64_bit_types_are_there_when_jax_has_them():
     m = typed_manager(slots=64, layers=2, dtype="float64")
     kv, new = filled(m, dtype="float64")
@@ -102,10 +115,10 @@ def test_jax_never_sees_what_it_would_copy(monkeypatch):
 
     monkeypatch.setattr(jax.numpy, "from_dlpack", from_dlpack)
     for lease in (wide, odd):
-        with pytest.raises(BufferError, match=r"JAX would (convert int64|copy: 0x)"):
+        with pytest.raises(BufferError, match=r"JAX would (convert int64|copy: 0x)") as kept:
             array(lease)
         assert not came
-        assert lease.num_arrays == 0
+        assert lease.num_arrays == 0, kept
         lease.close()
         with pytest.raises(k.StateError, match="is closed"):
             array(lease)

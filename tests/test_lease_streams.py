@@ -288,6 +288,40 @@ def test_a_refused_hand_over_waits_for_none_of_several(monkeypatch):
     assert len(s.other.queue) == before
 
 
+@pytest.mark.parametrize("captured", ["taker", "owed"])
+def test_a_hand_over_before_any_sequence_is_refused_as_a_whole(captured, monkeypatch):
+    device = HostDevice(deferred=True, seed=3)
+    m, first, second, taker = typed_manager(device=device), *(device.create_stream() for _ in "abc")
+    for stream in (first,) if captured == "taker" else (first, second):
+        m.lease(0, "key", stream=stream)
+        stream.wait(Gate())
+    its = taker if captured == "taker" else second
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: self is its)
+    with pytest.raises(k.StateError, match="a graph is being captured"):
+        m.lease(0, "key", stream=taker)
+    assert not taker.queue
+
+
+def test_a_hand_over_asks_each_stream_once_for_captures(monkeypatch):
+    s, asked = Scene(12), []
+    s.m.lease(0, "key", stream=s.consumer)
+    s.consumer.wait(Gate())
+    monkeypatch.setattr(DeferredStream, "is_capturing", lambda self: asked.append(self))
+    s.m.lease(0, "key", stream=s.other)
+    assert asked == [s.other, s.s1, s.consumer]
+
+
+def test_the_stream_of_the_last_sequence_waits_for_that_of_the_first():
+    for seed in SEEDS:
+        s = Scene(seed)
+        last = s.begin(s.s2)
+        s.append(3)
+        s.m.lease(0, "key", stream=s.s2)
+        s.read(*row(s.a), s.s2)
+        assert s.saw(3), seed
+        last.close()
+
+
 def test_close_hands_back_from_earlier_consumers_too(monkeypatch):
     """Taken by turns: the lease itself knows the last stream only, and all may be destroyed."""
     s, asked = Scene(12), []

@@ -38,6 +38,8 @@ from kvcore.errors import wrong, wrong_type
 __all__ = ["JaxPools", "array"]
 
 ALIGNMENT: Final = 64  # bytes: JAX's CPU backend copies what is not
+WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
+"""Types that JAX makes narrower, unless it is told otherwise."""
 PATIENCE: Final = 1.0
 """Seconds that JAX has, after its results are ready, to let go of arrays that were dropped."""
 
@@ -53,7 +55,10 @@ class _Given:
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
         capsule = self._lease.old_capsule(stream=stream)
-        _refuse_copies(self._lease.view)
+        reason = _why_copied(self._lease.view)
+        if reason is not None:
+            del capsule  # which whoever keeps the error would keep
+            raise BufferError(reason)
         return capsule
 
 
@@ -96,16 +101,17 @@ def array(lease: Exporter) -> Any:
     return found
 
 
-def _refuse_copies(view: ArrayView) -> None:
-    """What JAX would convert or copy: a whole pool, and with a thread of its own.
+def _why_copied(view: ArrayView) -> str | None:
+    """Why JAX would convert or copy a view: a whole pool, and with a thread of its own.
 
-    Done with that, the thread needs Python's lock to let go of the lease. Who asks for the address
-    of the result meanwhile has the lock and waits for the thread, for ever.
+    Done with a conversion, the thread needs Python's lock to let go of the lease. Who asks for the
+    address of the result meanwhile has the lock and waits for the thread, for ever.
     """
-    if view.dtype.endswith("64") and not jax.config.jax_enable_x64:
-        raise BufferError(f"JAX would convert {view.dtype} unless jax_enable_x64 is on")
+    if view.dtype in WIDE and not jax.config.jax_enable_x64:
+        return f"JAX would convert {view.dtype} unless jax_enable_x64 is on"
     if view.device[0] in HOST_KINDS and view.address % ALIGNMENT and view.size:
-        raise BufferError(f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}")
+        return f"JAX would copy: {view.address:#x} is no multiple of {ALIGNMENT}"
+    return None
 
 
 def _refusal(view: ArrayView) -> str | None:
@@ -204,7 +210,7 @@ class JaxPools:
             place = leaf.ctypes.data
         elif isinstance(leaf, jax.Array) and leaf.size and len(leaf.devices()) == 1:
             if self._stream is None:
-                leaf.block_until_ready()  # see `_refuse_copies`
+                leaf.block_until_ready()  # see `_why_copied`
             place = leaf.unsafe_buffer_pointer()
         else:
             return False

@@ -166,8 +166,9 @@ def test_a_stream_follows_another_without_an_event_of_its_own(device, handles, c
         first.follow(second)
     assert driver.counts().events == before
     for call, handle in (("cuStreamWaitEvent", handles[0]), ("cuEventRecord", handles[1])):
-        again = current == 0 or handle is None  # in the context: a driver may want that
+        again = handle is None  # in the context: a driver may want that
         failure = nullcontext() if again else pytest.raises(DriverError, match=f"{call} failed")
+        second.record()  # puts an event into the pool
         driver.fail(call, 1)
         with failure:
             first.follow(second)
@@ -183,10 +184,43 @@ def test_failed_records_are_told(device):
     assert stream.record().done()  # tried once more, in the context: a driver may want that
     driver.fail("cuStreamWaitEvent", 1)
     stream.wait(device.stream(0).record())
-    driver.make_current(None)
-    driver.fail("cuEventRecord", 1)
-    with pytest.raises(DriverError, match="cuEventRecord failed with 999"):
-        device.stream(0).record()
+    for current in (None, 0):
+        driver.make_current(current)
+        driver.fail("cuEventRecord", 1)
+        with pytest.raises(DriverError, match="cuEventRecord failed"):
+            device.stream(0).record()
+        driver.fail("cuStreamWaitEvent", 1)
+        with pytest.raises(DriverError, match="cuStreamWaitEvent failed"):
+            device.stream(0).wait(stream.record())
+
+
+class Told:
+    """In place of the stream of cuda.core: notes who is told what."""
+
+    def __init__(self, log, name):
+        self.record, self.wait = (
+            lambda event, call=call: log.append((name, call, event)) for call in ("record", "wait")
+        )
+
+
+def test_a_stream_follows_with_one_event_that_is_recorded_first(device):
+    first, second = device.create_stream(), device.create_stream()
+    second.follow(first)  # makes an event
+    (event,), log = first.events, []
+    first._core, second._core = Told(log, "first"), Told(log, "second")
+    for _ in range(3):
+        first.follow(second)
+    assert log == 3 * [("second", "record", event), ("first", "wait", event)]
+    assert [*first.events] == [event]
+
+
+def test_a_stream_follows_one_of_another_device_with_an_event_of_that(device, other):
+    here, there = device.create_stream(), other.create_stream()
+    for stream in (here, there):
+        stream.record()
+    mine, its = [*here.events], [*there.events]
+    here.follow(there)
+    assert ([*here.events], [*there.events]) == (mine, its)
 
 
 @pytest.mark.parametrize("current", [None, 0])

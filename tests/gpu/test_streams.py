@@ -98,6 +98,8 @@ def test_a_stream_follows_another(rig, follower, followed):
     )
     words, copy = (rig.put(np.zeros(1 << 20, np.int32)) for _ in range(2))
     rig.stream.synchronize()
+    second.record()
+    assert first.events  # it follows with one of these
     with held(rig.device, second):
         rig.device.fill_words(words, 1, stream=second)
         first.follow(second)

@@ -141,7 +141,8 @@ class CudaStream:
             return CudaEvent(self._record_in_context(native), self)
         try:
             self._core.record(native)
-        except Exception:  # a driver that wants the context current, or an error to name
+        except Exception as error:  # a driver that wants the context current, or an error to name
+            self._refuse_ambient("cuEventRecord", error)
             native = self._record_in_context(native)
         return CudaEvent(native, self)
 
@@ -154,8 +155,8 @@ class CudaStream:
             try:
                 self._core.wait(event._native)
                 return
-            except Exception:  # as in record
-                pass
+            except Exception as error:  # as in record
+                self._refuse_ambient("cuStreamWaitEvent", error)
         self.context.call("cuStreamWaitEvent", self.native, event._native.handle, 0)
 
     def follow(self, other: Stream) -> None:
@@ -163,15 +164,25 @@ class CudaStream:
             raise wrong_type("other", "a stream of a cuda device", other)
         usual = not (self._ambient or other._ambient) or self._is_here()
         if usual and other.context is self.context:
+            failed, call = other, "cuEventRecord"
             try:
                 native = self.events.pop()
                 other._core.record(native)
+                failed, call = self, "cuStreamWaitEvent"
                 self._core.wait(native)
                 self.events.append(native)
                 return
-            except Exception:  # no event in the pool; or as in record
+            except IndexError:  # the pool is empty
                 pass
+            except Exception as error:  # as in record
+                failed._refuse_ambient(call, error)
         self.wait(other.record())
+
+    def _refuse_ambient(self, call: str, error: Exception) -> None:
+        """Passes on what failed on a default stream, whose context was current: no second try."""
+        if self._ambient:
+            code = getattr(driver.CUresult, str(error).partition(":")[0], UNKNOWN_CODE)
+            raise DriverError(call, int(code), str(error)) from error
 
     def _is_here(self) -> bool:
         """Whether the context is current, in which a default stream is that of the device."""
