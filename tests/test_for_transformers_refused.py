@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch (the interop extra)")
@@ -31,6 +34,20 @@ def test_groups_that_are_none():
         pytest.raises(ValueError, match=r"beam_idx\[\d\]: .* its group of num_beams=2"),
     ):
         run("llama", given, kv, num_beams=4)
+
+
+def test_rotary_functions_are_settled_before_the_first_model():
+    """Or the first ones that several threads call may give coarse positions to equal rows."""
+    code = """if 1:
+        import torch
+        seen = []
+        for name in ("cos", "sin"):
+            setattr(torch, name, lambda x, name=name: seen.append((name, x.numel(), x.dtype)))
+        import kvcore_adapters.for_transformers_rows
+        print(seen == [("cos", 1, torch.float32), ("sin", 1, torch.float32)])
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (out.stdout.strip(), out.stderr) == ("True", "")
 
 
 def test_equal_rows_may_differ_by_rounding():

@@ -16,6 +16,12 @@ ROUNDING = 16
 """Keys of equal tokens may be so many units of rounding apart, relative to their length: matrix
 kernels treat the rows at the edge of a tile differently."""
 
+# Rotary positions of equal rows are equal. But torch's CPU library chooses among its kernels at the
+# first call of a function, and where several threads make it, one may take the coarsest: its rows
+# are 1e-4 off, once (https://github.com/pytorch/pytorch/issues/188792). So one thread calls first.
+for _function in (torch.cos, torch.sin):
+    _function(torch.ones(1, dtype=torch.float32, device="cpu"))
+
 
 class PagedRows:
     """Rows of a batch, `group` equal ones at a time in one sequence, in pages of one manager.
