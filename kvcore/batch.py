@@ -220,7 +220,7 @@ class Batch(BeamBatch, Formats):
         Raises
         ------
         ValueError
-            Shapes differ, or the roles' declarations do.
+            Shapes differ, or the roles' declarations do; a layer twice.
         TypeError
             An array of another device, of an item size or type that is not the declared one.
         """

@@ -6,7 +6,10 @@ names the argument, what was expected, what came and what to do.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+MOST_SHOWN: Final = 400
+"""Characters of an argument that a message shows."""
 
 
 class KVCoreError(Exception):
@@ -86,9 +89,8 @@ def wrong(name: str, expected: str, got: object, remedy: str = "") -> ValueError
     >>> str(wrong("beam_width", "at least 1", 0, "close the cache instead"))
     'beam_width: expected at least 1, got 0; close the cache instead'
     """
-    return ValueError(
-        f"{name}: expected {expected}, got {got!r}" + (f"; {remedy}" if remedy else "")
-    )
+    text = f"{name}: expected {expected}, got {_shown(got)}"
+    return ValueError(text + (f"; {remedy}" if remedy else ""))
 
 
 def wrong_type(name: str, expected: str, got: object, remedy: str = "") -> TypeError:
@@ -97,5 +99,11 @@ def wrong_type(name: str, expected: str, got: object, remedy: str = "") -> TypeE
     >>> str(wrong_type("role", "a str", 3))
     'role: expected a str, got int (3)'
     """
-    text = f"{name}: expected {expected}, got {type(got).__name__} ({got!r})"
+    text = f"{name}: expected {expected}, got {type(got).__name__} ({_shown(got)})"
     return TypeError(text + (f"; {remedy}" if remedy else ""))
+
+
+def _shown(got: object) -> str:
+    """What a message shows of an argument: the beginning, where it is long."""
+    text = repr(got)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."

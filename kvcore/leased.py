@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import numpy as np
 
@@ -44,6 +44,10 @@ class LeasedArray(Exporter):
     ) -> None:
         self._view, self._patterns = view, {} if patterns is None else patterns
         self._runtime, self._entry = runtime, entry
+
+    def __reduce__(self) -> Never:
+        """Neither copied nor pickled: what a copy holds, nobody would count."""
+        raise TypeError(f"{self._entry.name} cannot be copied or pickled; take another one")
 
     def bits(self) -> LeasedArray:
         """The same memory as unsigned integers, for consumers that lack the element type.

@@ -22,8 +22,8 @@ class PageStacks:
     def get(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
         """A stack and its layer group. O(1) but for the first time.
 
-        Raises `ValueError` for unknown or opaque buffers, or if they differ in group or geometry,
-        `TypeError` for roles that are no text.
+        Raises `ValueError` for buffers that are unknown, opaque or there twice, or if they differ in
+        group or geometry, `TypeError` for roles that are no text.
         """
         try:
             found = self._made.get((layers, roles))
@@ -38,6 +38,8 @@ class PageStacks:
             raise wrong("layers, roles", "at least one of each", (layers, roles))
         roles = as_tuple("roles", roles, str, "a role")
         places = [self._layout.place(layer, role) for layer in layers for role in roles]
+        if len(set(layers)) < len(layers) or len(set(roles)) < len(roles):
+            raise wrong("layers, roles", "each of them once", (layers, roles))
         shapes = {page_geometry(place, self._layout.tokens_per_block) for place in places}
         groups = {place.layer_group for place in places}
         if len(shapes) > 1 or len(groups) > 1:

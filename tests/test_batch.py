@@ -149,6 +149,20 @@ def test_strided_operands_and_latent_pages():
     np.testing.assert_array_equal(got[:, 0], values)
 
 
+def test_a_layer_comes_once_and_messages_stay_short():
+    m = typed_manager(layers=2)
+    step = m.create_batch(1, 4)
+    step.prepare(opened(m, 4), 4)
+    new = np.zeros((2, 4, H, D), np.float32)
+    with pytest.raises(ValueError, match="layers, roles: expected each of them once"):
+        step.append([1, 1], {"key": new, "value": new})
+    with pytest.raises(ValueError, match="layers, roles: expected each of them once"):
+        step.gather(0, ("key", "key"))
+    with pytest.raises(TypeError, match=r"\.\.\.") as told:
+        step.append(0, {"key": [[0.0] * 1000], "value": new[0]})
+    assert len(str(told.value)) < 700
+
+
 def test_wrong_operands_are_refused():
     m = typed_manager()
     (kv,) = opened(m, 4)

@@ -40,10 +40,10 @@ held = generator(); next(held)
 }
 
 
-def run(code: str) -> str:
+def run(code: str, before: str = "") -> str:
     """The output of a process that must end well and say nothing else."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", BEGIN + code]
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", before + BEGIN + code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
@@ -58,6 +58,7 @@ def test_arrays_that_are_held_at_the_end(how):
 
 def test_structures_get_a_deleter_that_does_nothing_also_new_ones():
     """A handler that was registered before runs after ours."""
+    before = "import atexit; atexit.register(lambda: look())"
     code = """
 def look():
     late = api().take_over(ours.__dlpack__(max_version=(1, 0)))
@@ -65,12 +66,28 @@ def look():
         print(its.deleter == nothing, its.tensor.data == array.ctypes.data)
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(its.deleter)(ctypes.addressof(its))
     print(len(exports()))
-atexit.register(look)
 nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
 managed = api().take_over(ours.__dlpack__(max_version=(1, 0)))
 print(managed.deleter == nothing)
 """
-    assert run(code) == "False\nTrue True\nTrue True\n2\n"
+    assert run(code, before) == "False\nTrue True\nTrue True\n2\n"
+
+
+def test_an_engines_handler_ends_leases_and_managers():
+    """Registered before the first array was taken."""
+    code = """
+from tests.helpers import typed_manager
+def stop():
+    global held
+    held = None
+    lease.close(), manager.shutdown()
+    print("stopped", len(exports()))
+atexit.register(stop)
+manager = typed_manager()
+lease = manager.lease(0, "key")
+held = np.from_dlpack(lease)
+"""
+    assert run(code) == "stopped 0\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs __cxa_atexit")

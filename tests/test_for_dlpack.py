@@ -104,6 +104,13 @@ def test_what_is_no_lease_is_named():
             call(None)
     with pytest.raises(TypeError, match=r"device: expected an open Device.*manager\.device"):
         for_dlpack.produced("host", np.zeros(1))
+    with pytest.raises(TypeError, match="array: expected a NumPy array, got list"):
+        for_dlpack.produced(HostDevice(), [1, 2])
+    with pytest.raises(ValueError, match=r"dtype: expected one of .*, got 'float9'"):
+        for_dlpack.produced(HostDevice(), np.zeros(1, np.uint8), dtype="float9")
+    lease = typed_manager().lease(0, "key")
+    with pytest.raises(TypeError, match="cast: expected a type of NumPy, got str"):
+        for_numpy.array(lease, cast="float9")
 
 
 def test_adapters_import_no_framework_but_their_own():

@@ -251,6 +251,17 @@ def test_read_is_not_traced(transform):
         pools.close()
 
 
+def test_tracers_are_refused_before_a_pool_is_taken():
+    """JAX keeps what a trace that failed has seen."""
+    m = typed_manager(slots=64, layers=2)
+    pools = JaxPools(m)
+    read = jax.jit(lambda x: pools.read(lambda pages, y: pages[0].sum() + y, x))
+    with pytest.raises(ValueError, match=r"arguments: expected arrays, got 'tracers'; call read"):
+        read(1.0)
+    pools.close()
+    m.shutdown()
+
+
 def test_an_array_that_is_kept_holds_the_pool():
     m = typed_manager(slots=64, layers=2)
     pools = JaxPools(m)

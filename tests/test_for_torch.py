@@ -235,6 +235,15 @@ def test_tensors_with_gradients_and_no_tensors_are_refused():
         engine.step.append(0, {"key": torch.zeros(2, H, D, requires_grad=True)})
     with pytest.raises(ValueError, match="buffers: expected an array for at least one role"):
         engine.step.append(0, {})
+    with pytest.raises(TypeError, match=r"buffers\['key'\]: expected a tensor, got ndarray"):
+        engine.step.append(0, {"key": np.zeros((2, H, D), np.float32)})
+    with pytest.raises(ValueError, match="roles: expected at least one"):
+        engine.step.gather(0, [])
+    with pytest.raises(ValueError, match="layers: expected at least one"):
+        engine.step.gather([])
+    with pytest.raises(TypeError, match="layers: expected "):
+        engine.step.gather(0.5)
+    assert [its.shape for its in engine.step.gather(np.int64(0))] == 2 * [(2, H, D)]
     engine.close()
 
 

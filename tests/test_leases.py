@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import sys
 import threading
 
@@ -382,3 +384,13 @@ def test_many_leases_leave_nothing():
     assert sys.getallocatedblocks() - before[1] < 500
     assert not memory.holds
     m.shutdown()
+
+
+def test_a_lease_is_neither_copied_nor_pickled():
+    """The copy would end the lease when it is dropped, and count for nobody."""
+    lease = typed_manager().lease(0, "key")
+    for its in (lease, lease.bits()):
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"lease 1 .* cannot be copied or pickled"):
+                call(its)
+    assert lease.is_open

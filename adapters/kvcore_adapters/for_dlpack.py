@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvcore.device.base import Array, Device, Stream
+from kvcore.dlpack.codes import CODES
 from kvcore.dlpack.exporter import Exporter, check_lease, check_no_stream
 from kvcore.dlpack.exports import Release
 from kvcore.dlpack.structs import HOST_KINDS
@@ -172,6 +173,13 @@ def produced(
     dtype : str, optional
         What its bits are, where NumPy lacks the type: "bfloat16" of a uint16 array.
 
+    Raises
+    ------
+    TypeError, ValueError
+        No open device, no array of its library, an unknown `dtype`.
+    BufferError
+        The bits are not of that type, or DLPack has no such array.
+
     Examples
     --------
     >>> import numpy as np
@@ -182,6 +190,8 @@ def produced(
     """
     if not isinstance(device, Device):
         raise wrong_type("device", "an open Device", device, "manager.device is one")
+    if dtype is not None and dtype not in CODES:
+        raise wrong("dtype", f"one of {', '.join(CODES)}", dtype)
     view, on = device.describe(array, dtype), device.stream(stream)
     _take_back(device)
     return Produced(device, view, on)

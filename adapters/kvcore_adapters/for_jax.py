@@ -40,6 +40,7 @@ __all__ = ["JaxPools", "array"]
 ALIGNMENT: Final = 64  # bytes: JAX's CPU backend copies what is not
 WIDE: Final = frozenset({"int64", "uint64", "float64", "complex128"})
 """Types that JAX makes narrower, unless it is told otherwise."""
+OUTSIDE: Final = "call read() outside of jit, vmap and grad, with a function that has them"
 PATIENCE: Final = 1.0
 """Seconds that JAX has, after its results are ready, to let go of arrays that were dropped."""
 
@@ -182,6 +183,8 @@ class JaxPools:
         StateError
             It donated a pool to a computation.
         """
+        if any(isinstance(its, jax.core.Tracer) for its in jax.tree.leaves((arguments, named))):
+            raise wrong("arguments", "arrays", "tracers", OUTSIDE)
         if self._stream is None:
             for lease in self._leases:
                 lease.synchronize()  # nothing to wait for, but on deferred streams
@@ -221,9 +224,7 @@ class JaxPools:
         leaves = [leaf for leaf in found if isinstance(leaf, jax.Array)]
         got = "" if leaves else "none"
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            got = (
-                "tracers: call read() outside of jit, vmap and grad, with a function that has them"
-            )
+            got = f"tracers: {OUTSIDE}"
         elif any(map(self._is_within, found)):
             got = "pages"
         if got:

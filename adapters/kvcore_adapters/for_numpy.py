@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvcore.dlpack.codes import UNKNOWN_TO_NUMPY
 from kvcore.dlpack.exporter import Exporter, check_lease
-from kvcore.errors import wrong
+from kvcore.errors import wrong, wrong_type
 
 __all__ = ["array"]
 
@@ -40,15 +40,19 @@ def array(lease: Exporter, *, cast: Any = None) -> NDArray[Any]:
     ------
     BufferError
         NumPy has no such type and no cast was asked for, or it is not the host's memory.
-    ValueError
-        A cast of another size.
+    ValueError, TypeError
+        A cast of another size, or that is no type.
     """
     check_lease(lease)
     if cast is None:
         if lease.dtype in UNKNOWN_TO_NUMPY:
             raise BufferError(f"NumPy has no {lease.dtype}; ask for a cast, such as cast='uint8'")
         return np.from_dlpack(lease)
-    bits, wanted = np.from_dlpack(lease.bits()), np.dtype(cast)
+    try:
+        wanted = np.dtype(cast)
+    except TypeError as error:
+        raise wrong_type("cast", "a type of NumPy", cast) from error
+    bits = np.from_dlpack(lease.bits())
     if wanted.itemsize != bits.itemsize:
         raise wrong("cast", f"a type of {bits.itemsize} bytes", wanted.name)
     return bits.view(wanted)

@@ -36,9 +36,10 @@ from weakref import WeakValueDictionary
 import torch
 
 import kvcore as k
+from kvcore.checks import as_int
 from kvcore.device import open_device
 from kvcore.device.base import Device
-from kvcore.errors import wrong
+from kvcore.errors import wrong, wrong_type
 from kvcore_adapters.for_torch_pools import PAIRS, TorchPools, tensor, torch_type
 
 __all__ = ["TorchBatch", "TorchPools", "tensor", "torch_type"]
@@ -86,7 +87,10 @@ class TorchBatch:
         many, roles = _many(layers), list(buffers)
         if not roles:
             raise wrong("buffers", "an array for at least one role", buffers)
-        pages, stacked = self.pools.of(many, roles), not isinstance(layers, int)
+        for role, values in buffers.items():
+            if not isinstance(values, torch.Tensor):
+                raise wrong_type(f"buffers[{role!r}]", "a tensor", values)
+        pages, stacked = self.pools.of(many, roles), isinstance(layers, Sequence)
         append_(list(buffers.values()), pages, self._number, many, ROLES.join(roles), stacked)
 
     def gather(
@@ -94,7 +98,9 @@ class TorchBatch:
     ) -> list[Any]:
         """`Batch.gather` into new tensors of the declared type: `kvcore::gather`."""
         many, roles = _many(layers), list(roles)
-        pages, stacked = self.pools.of(many, roles), not isinstance(layers, int)
+        if not roles:
+            raise wrong("roles", "at least one", roles)
+        pages, stacked = self.pools.of(many, roles), isinstance(layers, Sequence)
         found: list[Any] = gather(
             pages, self._number, many, ROLES.join(roles), stacked, self.num_tokens
         )
@@ -162,7 +168,11 @@ def _check_place(given: list[Any], own: Iterable[Any]) -> None:
 
 
 def _many(layers: int | Sequence[int]) -> list[int]:
-    return [layers] if isinstance(layers, int) else list(layers)
+    if not isinstance(layers, Sequence):
+        return [as_int("layers", layers)]
+    if not layers:
+        raise wrong("layers", "at least one", layers)
+    return list(layers)
 
 
 def _layers(layers: list[int], stacked: bool) -> int | list[int]:

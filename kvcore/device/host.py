@@ -159,6 +159,8 @@ class HostDevice(HostBeams, HostPaths, HostFormats, Device):
         return view.numpy()
 
     def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
+        if not isinstance(array, np.ndarray):
+            raise wrong_type("array", "a NumPy array", array)
         return view_of(array, dtype)
 
     def copy(self, source: Array, target: Array, *, stream: Stream) -> None:

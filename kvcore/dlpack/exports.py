@@ -8,10 +8,11 @@ that lies where ours lies; what it wrote into the structure is then corrected in
 type, device, flags, version. Its deleter drops that array, which is how the end of a use is
 noticed.
 
-When the interpreter begins to end, the deleter of every structure that is still out becomes a C
-function that does nothing: no consumer calls into an interpreter that is going or gone, and what it
-holds stays in place until the process is gone. A null pointer, which the protocol allows, would not
-do: JAX looks at it when it takes an array and calls it when the array goes.
+When the interpreter ends, the deleter of every structure that is still out becomes a C function
+that does nothing: no consumer calls into an interpreter that is going or gone, and what it holds
+stays in place until the process is gone. A null pointer, which the protocol allows, would not do:
+JAX looks at it when it takes an array and calls it when the array goes. Handlers of `atexit` that
+were registered since kvcore was imported come before, and may close leases and managers.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ Release = Callable[[], None]
 class Exports:
     """All structures of the process that consumers may still use."""
 
+    ending = False
+    """Whether the interpreter is about to be gone."""
+
     def __init__(self) -> None:
         self._out: dict[int, tuple[weakref.ref[NDArray[Any]], int, Release | None]] = {}
-        self._ending = False
         # Takes no argument and may be called at any time, also without an interpreter.
         self._nothing = cast(pythonapi.Py_IsInitialized, c_void_p).value
         self._pointer = api().pointer
-        atexit.register(self._end)
 
     def __len__(self) -> int:
         return len(self._out)
@@ -72,7 +74,7 @@ class Exports:
                 kind.from_address(pointer).raw = content
             seen = weakref.ref(array, self._gone)
             self._out[id(seen)] = seen, start + pattern.deleter, release
-            if self._ending:
+            if self.ending:
                 c_void_p.from_address(start + pattern.deleter).value = self._nothing
         except BaseException:
             if release is not None:
@@ -86,9 +88,8 @@ class Exports:
         if release is not None:
             release()
 
-    def _end(self) -> None:
-        """From here on no consumer calls back; what they hold stays where it is."""
-        self._ending = True
+    def silence(self) -> None:
+        """No consumer calls back any more; what they hold stays where it is."""
         out = list(self._out.values())
         for seen, deleter, _ in out:
             # NumPy's deleter frees the structure and drops the array without letting go of the
@@ -104,3 +105,10 @@ class Exports:
 def exports() -> Exports:
     """The one `Exports` of the process."""
     return Exports()
+
+
+@atexit.register
+def _end() -> None:
+    Exports.ending = True
+    if exports.cache_info().currsize:
+        exports().silence()

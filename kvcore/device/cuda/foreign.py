@@ -85,6 +85,8 @@ class ForeignArrays:
 
     def describe(self, array: Array, dtype: str | None = None) -> ArrayView:
         """See `kvcore.device.base.Device`."""
+        if not isinstance(array, cupy.ndarray):
+            raise wrong_type("array", "a CuPy array", array)
         view = ArrayView(
             address=array.data.ptr,
             shape=array.shape,
