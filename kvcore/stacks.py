@@ -22,8 +22,8 @@ class PageStacks:
     def get(self, layers: tuple[int, ...], roles: tuple[str, ...]) -> tuple[PageStack, int]:
         """A stack and its layer group. O(1) but for the first time.
 
-        Raises `ValueError` for buffers that are unknown, opaque or there twice, or if they differ in
-        group or geometry, `TypeError` for roles that are no text.
+        Raises `ValueError` for buffers that are unknown, opaque or there twice, or differ in group
+        or geometry, `TypeError` for roles that are no text.
         """
         try:
             found = self._made.get((layers, roles))
