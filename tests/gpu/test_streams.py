@@ -97,7 +97,10 @@ def test_a_stream_follows_another(rig, follower, followed):
         for handle in (follower, followed)
     )
     words, copy = (rig.put(np.zeros(1 << 20, np.int32)) for _ in range(2))
-    rig.stream.synchronize()
+    for stream in (rig.stream, second, first):  # kernels are loaded before anything stands still
+        rig.device.fill_words(words, 0, stream=stream)
+        rig.device.copy(words, copy, stream=stream)
+        stream.synchronize()
     second.record()
     assert first.events  # it follows with one of these
     with held(rig.device, second):
