@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from kvcore_adapters import for_jax  # noqa: E402
 from kvcore_adapters.for_jax import JaxPools, array  # noqa: E402
 
 H, D, T = 2, 8, 4
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +265,32 @@ def test_tracers_are_refused_before_a_pool_is_taken():
         read(1.0)
     pools.close()
     m.shutdown()
+
+
+def test_results_that_jax_still_converts_are_waited_for():
+    """With Python's lock free, which JAX's thread needs to let go of what it has converted.
+
+    Without that wait a few hundred reads were enough to stand still.
+    """
+    code = """if 1:
+        import faulthandler
+        faulthandler.dump_traceback_later(90, exit=True)
+        import jax
+        import numpy as np
+        from kvcore_adapters.for_jax import JaxPools
+        from kvcore.dlpack.exporter import Exporter
+        from kvcore.dlpack.view import view_of
+        from tests.helpers import typed_manager
+        wide = view_of(np.zeros(1 << 20, np.int64))
+        with JaxPools(typed_manager()) as pools:
+            for _ in range(1000):
+                pools.read(lambda pages: jax.numpy.from_dlpack(Exporter(wide)))
+        print("read")
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "read\n", done.stderr
 
 
 def test_an_array_that_is_kept_holds_the_pool():
